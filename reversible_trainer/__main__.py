@@ -1,0 +1,257 @@
+"""The command line: `python -m reversible_trainer train|plan|evaluate|sample`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import json
+import os
+import re
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any, NoReturn
+
+# JAX and what needs it is imported when the command line has proved right: it takes seconds.
+
+_EXAMPLES = """\
+examples:
+  %(prog)s train --config configs/shakespeare.gin --output runs/first
+  %(prog)s train --config configs/shakespeare.gin --set 'run.steps = 100' --set 'reversible_transformer_lm.depth = 8'
+  %(prog)s plan --config configs/shakespeare.gin
+  %(prog)s evaluate --checkpoint runs/first
+  %(prog)s sample --checkpoint runs/first --prompt 'ROMEO.' --length 300
+
+`train` started again with the same --output goes on from its last checkpoint.
+REVERSIBLE_TRAINER_DEBUG=1 shows the traceback of an error.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command and returns the exit code: 0, or 2 for what the user can put right."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except (ValueError, TypeError, OSError, NotImplementedError, _ConfigError) as error:
+        if os.environ.get("REVERSIBLE_TRAINER_DEBUG"):
+            raise
+        print(f"reversible-trainer: {_explain(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("reversible-trainer: interrupted; train goes on from its last checkpoint when started again", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="reversible-trainer",
+        description="Trains models layer by layer, weights and optimizer slots in host memory.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Any, description: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=description, description=description[0].upper() + description[1:] + ".")
+        sub.set_defaults(command=command)
+        return sub
+
+    train = add("train", _train, "train a model, or go on with it, and print the result as one line of JSON")
+    plan = add("plan", _plan, "print the memory that training would need, block by block; trains nothing")
+    for sub in (train, plan):
+        sub.add_argument("--config", required=True, metavar="FILE", help="gin file of the experiment")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="BINDING",
+            help="gin binding that overrides the file, repeatable",
+        )
+    train.add_argument(
+        "--output", metavar="DIR", help="folder of the run (default: run.output, or runs/NAME_OF_THE_FILE)"
+    )
+
+    evaluate = add("evaluate", _evaluate, "print loss and accuracy on the held-out part as one line of JSON")
+    sample = add("sample", _sample, "print a text that continues the prompt")
+    for sub in (evaluate, sample):
+        sub.add_argument("--checkpoint", required=True, metavar="DIR", help="folder of a run, or a checkpoint in it")
+    sample.add_argument("--prompt", default="\n", metavar="TEXT", help="how the text begins (default: a new line)")
+    sample.add_argument("--length", type=int, default=300, metavar="N", help="tokens to add (default: %(default)s)")
+    sample.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
+    )
+    sample.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the choice of tokens (default: %(default)s)"
+    )
+    return parser
+
+
+# The commands.
+
+
+def _train(options: argparse.Namespace) -> None:
+    loop, gin = _configure(options.config, options.set)
+    output = options.output
+    if output is None and "output" not in gin.get_bindings(loop.run, resolve_references=False):
+        output = Path("runs") / Path(options.config).stem
+    loop.run(**({} if output is None else {"output": output}))
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from reversible_trainer.metrics import print_plan
+
+    trainer, settings = _build(*_configure(options.config, options.set))
+    print_plan(trainer.plan(_signature(settings)), Console())
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    loop, trainer, settings, state = _load(Path(options.checkpoint))
+    batches = settings["data"].eval_batches(settings["batch_size"], settings["length"])
+    print(json.dumps({"step": state.step, **loop.evaluate(trainer, state, batches)}))
+
+
+def _sample(options: argparse.Namespace) -> None:
+    import itertools
+
+    if options.length < 0 or not options.temperature >= 0 or not options.prompt or options.seed < 0:
+        raise ValueError("sample: needs a prompt of at least one byte, and no negative length, temperature or seed.")
+    loop, trainer, settings, state = _load(Path(options.checkpoint))
+    data = settings["data"]
+    prompt = data.encode(options.prompt).tolist()
+    tokens = loop.generate(trainer, state, prompt, settings["length"], options.temperature, options.seed)
+    print(data.decode([*prompt, *itertools.islice(tokens, options.length)]))
+
+
+# From text to objects.
+
+
+class _ConfigError(Exception):
+    """A configuration that cannot be used; its text is the sentence to show."""
+
+
+def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple[Any, Any]:
+    """Parses a configuration and locks it.
+
+    Args:
+      file: The gin file, or where `text` comes from.
+      bindings: What `--set` gave.
+      text: The configuration, if it is not to be read from `file`.
+
+    Returns:
+      The modules `reversible_trainer.loop` and `gin`.
+    """
+    import gin
+
+    from reversible_trainer import data, loop, models, optimizers  # these register what can be configured
+
+    del data, models, optimizers
+    if text is None:
+        try:
+            text = Path(file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+            raise _ConfigError(f"cannot read the configuration {file}: {reason}") from error
+    gin.clear_config()
+    for where, part in [(file, text), *((f"--set {binding!r}", binding) for binding in bindings)]:
+        try:
+            gin.parse_config(part)
+        except Exception as error:
+            raise _ConfigError(f"{where}{_explain_binding(error)}") from error
+    bound = gin.get_bindings(loop.run, resolve_references=False)
+    required = [p.name for p in inspect.signature(loop.run).parameters.values() if p.default is p.empty]
+    missing = [f"run.{name}" for name in required if name not in bound]
+    if missing:
+        raise _ConfigError(f"{file} does not set {', '.join(missing)}; set it there or with --set")
+    try:
+        gin.finalize()
+    except ValueError as error:
+        raise _ConfigError(f"{file}: {_explain(error)}") from error
+    return loop, gin
+
+
+def _build(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
+    """The trainer, and the arguments that `run` would get."""
+    settings = gin.get_bindings(loop.run)
+    return loop.configured_trainer(settings["blocks"], settings["optimizer"]), settings
+
+
+def _signature(settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Signature of a training batch."""
+    return settings["data"].batch(0, 0, settings["batch_size"], settings["length"])
+
+
+def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:
+    """Loop, trainer, settings and state of the checkpoint `path`, or of the last one in the run's folder `path`."""
+    from reversible_trainer import checkpoint
+
+    found = checkpoint.checkpoints(path / "checkpoints")
+    if not found and not (path / "manifest.json").exists():
+        raise ValueError(f"there is no checkpoint in {path}; name the output folder of a run, or a step_* folder in it")
+    path = found[-1] if found else path
+    manifest = checkpoint.read_manifest(path)
+    if not manifest["config"]:
+        raise ValueError(f"{path} has no gin configuration, since its run was not started from one; use it from Python")
+    loop, gin = _configure(f"the configuration in {path}", [], manifest["config"])
+    trainer, settings = _build(loop, gin)
+    description = checkpoint.Description.of(settings["blocks"], settings["optimizer"], settings.get("seed", 0))
+    expected = trainer.init_signature(_signature(settings))
+    parts = ("weights", "states")
+    state = checkpoint.restore(path, expected, trainer.placement.to_host, description, parts)
+    return loop, trainer, settings, state
+
+
+# From exceptions to sentences.
+
+
+def _explain(error: BaseException) -> str:
+    """An exception as one line; gin adds lines about where it was called from, of which only the name is of use."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    head, *more = str(error).strip().splitlines() or [type(error).__name__]
+    if macro := re.match(r"No bindings specified for '(.+)/gin.macro'", head):
+        return f"%{macro[1]} is used but never set"
+    called = re.search(r"In call to configurable '(.+?)'", "\n".join(more))
+    return f"{called[1]}: {head}" if called and called[1] not in head else head
+
+
+def _explain_binding(error: BaseException) -> str:
+    """What is wrong with a gin binding, beginning with `, line N: ` and naming what may have been meant."""
+    text = str(error)
+    line = error.lineno if isinstance(error, SyntaxError) else (re.search(r"line (\d+)", text) or [None, None])[1]
+    if isinstance(error, tokenize.TokenError):
+        line, message = error.args[1][0], "a bracket or quote is not closed"
+    elif isinstance(error, SyntaxError):
+        message = (
+            f"cannot be parsed: {error.msg.splitlines()[0].rstrip('.')}; a binding looks like 'name.parameter = value'"
+        )
+    else:
+        message = text.splitlines()[0].rstrip(".") + _meant(text)
+    return f"{f', line {line}' if line else ''}: {message}"
+
+
+def _meant(text: str) -> str:
+    """The known names that are close to the one gin does not know."""
+    from gin import config
+
+    known = {found.name: found for _, found in config._REGISTRY.items()}  # gin has no public list
+    if unknown := re.search(r"No configurable matching (?:reference )?'@?(?:.*/)?([\w.]+)", text):
+        name, names = unknown[1], known
+    elif unknown := re.search(r"Configurable '(.+?)' doesn't have a parameter named '(\w+)'", text):
+        name, names = unknown[2], inspect.signature(known[unknown[1]].wrapped).parameters
+    else:
+        return ""
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; known are {', '.join(sorted(names))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

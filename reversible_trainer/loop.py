@@ -1,0 +1,267 @@
+"""The training loop: from blocks, optimizer and data to a run in a folder that can be stopped and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import gin
+import jax
+import numpy as np
+from rich.console import Console
+
+from reversible_trainer import checkpoint
+from reversible_trainer.data import Batch, TextData
+from reversible_trainer.layers.base import Layer
+from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses, print_plan
+from reversible_trainer.trainer import Trainer
+from reversible_trainer.tree import TrainState
+
+configured_trainer = cast(type[Trainer], gin.external_configurable(Trainer, "Trainer"))
+
+
+@gin.configurable
+def run(
+    blocks: Sequence[Layer],
+    optimizer: Callable[..., Any],
+    data: TextData,
+    learning_rate: float | Callable[[int], Any],
+    steps: int,
+    batch_size: int,
+    length: int,
+    eval_every: int | None = None,
+    checkpoint_every: int | None = None,
+    seed: int = 0,
+    output: str | os.PathLike[str] = "runs/run",
+) -> Record:
+    """Trains until `steps`, from the last checkpoint in `output` if there is one.
+
+    Args:
+      blocks: The model.
+      optimizer: Factory, learning rate -> `optax.GradientTransformation`.
+      data: Gives the batches.
+      learning_rate: Number, or schedule from the steps done so far to a number.
+      steps: Steps of the whole run.
+      batch_size: Windows per step.
+      length: Tokens per window.
+      eval_every: Steps between evaluations; there is always one at the end.
+      checkpoint_every: Steps between checkpoints; there is always one at the end.
+      seed: Of weights, dropout and data.
+      output: Folder of the run: `checkpoints/`, `metrics.jsonl`, `tensorboard/`,
+        `loss.png`, `config.gin` (what was configured), `operative_config.gin` (with all
+        defaults) and `result.json`.
+
+    Returns:
+      The result, which is also printed, as one line of JSON: `step`; `loss`, mean of the
+      last 20 steps; `first_loss`, of step 1 before any update; `eval_loss`, over every
+      token of the held-out part; `tokens_per_second`; `peak_accelerator_bytes`;
+      `planned_accelerator_bytes`; `peak_host_bytes`. A finished run reports itself again.
+    """
+    if not isinstance(blocks, Sequence) or not all(isinstance(block, Layer) for block in blocks):
+        raise TypeError(f"run.blocks must be a list of layers, as in @transformer_lm(); got {blocks!r}.")
+    if not callable(optimizer):
+        raise TypeError(f"run.optimizer must be a factory, as in @adam without parentheses; got {optimizer!r}.")
+    if not isinstance(data, TextData):
+        raise TypeError(f"run.data must be a data set, as in @shakespeare(); got {data!r}.")
+    for name, number in {"steps": steps, "batch_size": batch_size, "length": length}.items():
+        _check_whole(name, number, 1)
+    for name, number in {"eval_every": eval_every, "checkpoint_every": checkpoint_every}.items():
+        _check_whole(name, steps if number is None else number, 1)
+    _check_whole("seed", seed, 0)
+    rates = learning_rate if callable(learning_rate) else lambda step: learning_rate
+    float(rates(0))  # what gives no number shows here rather than after compiling
+
+    console, output = Console(stderr=True), _prepared(Path(output))
+    description = checkpoint.Description.of(blocks, optimizer, seed)
+    saved = checkpoint.checkpoints(output / "checkpoints")
+    done = _steps_done(saved, description, steps, output)
+    if done == steps and (result := _stored_result(output)).get("step") == steps:
+        console.print(f"{output}: all {steps} steps are done", highlight=False, soft_wrap=True)
+        print(json.dumps(result), flush=True)
+        return result
+
+    trainer = configured_trainer(blocks, optimizer)
+    batch = data.batch(seed, 0, batch_size, length)
+    if saved:
+        console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
+        expected = trainer.init_signature(batch)
+        state = checkpoint.restore(saved[-1], expected, trainer.placement.to_host, description)
+    else:
+        state = trainer.init(jax.random.key(seed), batch)
+    with console.status("compiling"):
+        plan = trainer.plan(batch)
+    print_plan(plan, console)
+    with contextlib.closing(MetricsLog(output, done)) as log, Progress(console, done, steps) as progress:
+        here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress)
+        state = here.train(state, rates, steps, eval_every, checkpoint_every)
+        last = log.records[-1] if log.records else {}
+        result = {
+            "step": steps,
+            "loss": _mean([record["loss"] for record in log.records[-20:]]),
+            "first_loss": log.records[0]["loss"] if log.records else None,
+            "eval_loss": last["eval_loss"] if "eval_loss" in last else here.evaluate(state)["eval_loss"],
+            "tokens_per_second": here.rate.per_second,
+            "peak_accelerator_bytes": trainer.ledger.peak_bytes or None,  # null if all steps were done before
+            "planned_accelerator_bytes": plan.peak_accelerator_bytes,
+            "peak_host_bytes": _peak_host_bytes(),
+        }
+    (output / "result.json").write_text(json.dumps(result) + "\n")
+    print(json.dumps(result), flush=True)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the parts of a run share."""
+
+    trainer: Trainer
+    data: TextData
+    batch_size: int
+    length: int
+    seed: int
+    output: Path
+    description: checkpoint.Description
+    log: MetricsLog
+    progress: Progress
+    rate: Rate = dataclasses.field(default_factory=Rate)
+
+    def train(
+        self,
+        state: TrainState,
+        rates: Callable[[int], Any],
+        steps: int,
+        eval_every: int | None,
+        checkpoint_every: int | None,
+    ) -> TrainState:
+        """Steps until `steps`, evaluating and saving now and then and at the end."""
+        waiting = None
+        self.rate.resume()
+        for step in range(state.step + 1, steps + 1):
+            batch = self.data.batch(self.seed, step - 1, self.batch_size, self.length)
+            learning_rate = rates(step - 1)
+            state, metrics = self.trainer.step(state, batch, learning_rate)
+            if waiting:  # the step before; reading the metrics of this one would wait for it
+                self.log.write(self._record(*waiting))
+            waiting = step, learning_rate, metrics
+            evaluates, saves = (e and step % e == 0 or step == steps for e in (eval_every, checkpoint_every))
+            if evaluates or saves:
+                record, waiting = self._record(*waiting), None
+                self.log.write({**record, **self.evaluate(state)} if evaluates else record)
+                if saves:
+                    self._save(state)
+                self.rate.resume()
+        return state
+
+    def evaluate(self, state: TrainState) -> Record:
+        """Evaluates on the held-out part."""
+        found = evaluate(self.trainer, state, self.data.eval_batches(self.batch_size, self.length))
+        self.progress.note(f"step {state.step}: held-out loss {found['eval_loss']:.4f}")
+        return found
+
+    def _record(self, step: int, learning_rate: Any, metrics: dict[str, Any]) -> Record:
+        """Reads a step's metrics, which waits until it is done, and shows them."""
+        loss, accuracy, skipped = (float(metrics[name]) for name in ("loss", "accuracy", "skipped_blocks"))
+        self.rate.add(self.batch_size * self.length)
+        self.progress.show(step, loss, self.rate.per_second, self.trainer.ledger.peak_bytes)
+        record = {"step": step, "loss": loss, "accuracy": accuracy, "learning_rate": float(learning_rate)}
+        return {**record, "skipped_blocks": int(skipped)} if skipped else record
+
+    def _save(self, state: TrainState) -> None:
+        self.log.sync()
+        config = gin.config_str()
+        checkpoint.save(self.output / "checkpoints", state, self.description, config)
+        (self.output / "config.gin").write_text(config)
+        (self.output / "operative_config.gin").write_text(gin.operative_config_str())
+        plot_losses(self.log.records, self.output / "loss.png")
+
+
+def evaluate(trainer: Trainer, state: TrainState, batches: Iterable[Batch]) -> Record:
+    """Mean loss and accuracy over the tokens of all batches, without dropout."""
+    metrics = [trainer.evaluate(state, batch) for batch in batches]  # read when all are under way
+    loss, accuracy, weight = (np.array([m[name] for m in metrics]) for name in ("loss", "accuracy", "weight"))
+    if not weight.sum():
+        raise ValueError("evaluate: the data has no held-out tokens to evaluate on.")
+    mean = {"eval_loss": loss, "eval_accuracy": accuracy}
+    return {name: float(np.average(np.float64(value), weights=weight)) for name, value in mean.items()}
+
+
+def generate(
+    trainer: Trainer, state: TrainState, prompt: Sequence[int], length: int, temperature: float = 1.0, seed: int = 0
+) -> Iterator[int]:
+    """Tokens that continue `prompt`, without end.
+
+    Args:
+      trainer: Of a causal language model: what stands to the right of a position has no
+        influence on it, so windows of one fixed length need one compilation.
+      state: Its weights.
+      prompt: Tokens, at least one.
+      length: Of the window that the model sees.
+      temperature: Logits are divided by it; 0 takes the likeliest token.
+      seed: Of the choice.
+    """
+    generator = np.random.default_rng(seed)
+    tokens = list(prompt)[-length:]
+    while True:
+        window = np.zeros((1, length), np.int32)
+        window[0, : len(tokens)] = tokens
+        logits = np.asarray(trainer.predict(state, (window,)), np.float64)[0, len(tokens) - 1]
+        noise = generator.gumbel(size=logits.shape)  # the argmax of logits + Gumbel noise is a sample of their softmax
+        token = int(np.argmax(logits + temperature * noise))
+        tokens = [*tokens, token][-length:]
+        yield token
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"run.{name} must be a whole number, at least {least}; got {value!r}.")
+
+
+def _prepared(output: Path) -> Path:
+    """The output folder, made and known to be writable."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"run: cannot write to the output folder {output}: {error.strerror}. Choose another."
+        ) from None
+    return output
+
+
+def _steps_done(saved: list[Path], description: checkpoint.Description, steps: int, output: Path) -> int:
+    """Steps of the last checkpoint, which must be this run's."""
+    if not saved:
+        return 0
+    manifest = checkpoint.read_manifest(saved[-1])
+    checkpoint.check(saved[-1], manifest, description)
+    if manifest["step"] > steps:
+        raise ValueError(
+            f"run: {output} has done {manifest['step']} steps, more than run.steps = {steps}. "
+            "Set run.steps higher to go on, or start afresh in another output folder."
+        )
+    return manifest["step"]
+
+
+def _stored_result(output: Path) -> Record:
+    path = output / "result.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _peak_host_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB, but bytes on macOS

@@ -1,0 +1,5 @@
+"""Models: functions that return a list of blocks, the last of which is a loss."""
+
+from reversible_trainer.models.transformer import reversible_transformer_lm, transformer_lm
+
+__all__ = ["reversible_transformer_lm", "transformer_lm"]

@@ -1,0 +1,131 @@
+"""Transformer language models, standard and reversible.
+
+Both read the stack `(tokens, targets, mask)`, each `[B, T]`, and predict `targets` from the
+tokens up to the same position. Norms come before attention and feed-forward, positions are
+rotary.
+"""
+
+from __future__ import annotations
+
+import gin
+
+from reversible_trainer.layers import (
+    Attention,
+    CrossEntropy,
+    Dense,
+    Dropout,
+    Dup,
+    Embedding,
+    FeedForward,
+    HalfResidual,
+    Layer,
+    LossSerial,
+    Residual,
+    ReversibleConcatenatePair,
+    ReversibleSerial,
+    ReversibleSwap,
+    RMSNorm,
+    Serial,
+)
+from reversible_trainer.layers.attention import head_width
+from reversible_trainer.layers.core import check_rate
+
+
+@gin.configurable
+def transformer_lm(
+    vocab_size: int = 256,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    ff_width: int = 512,
+    dropout: float = 0.0,
+    max_length: int | None = None,
+) -> list[Layer]:
+    """A decoder-only transformer of standard blocks.
+
+    Args:
+      vocab_size: Number of tokens, V.
+      width: D, of the residual stream.
+      depth: Blocks between embedding and head, each attention and feed-forward.
+      heads: Of attention; must divide the width.
+      ff_width: Of the feed-forward layers, between their two matrices.
+      dropout: Rate, after the embedding, attention and feed-forward.
+      max_length: Longest sequence accepted; None: any. Has no other effect, as rotary
+        positions need no table.
+
+    Returns:
+      `depth` + 2 blocks.
+    """
+    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    attention, feed_forward = _sublayers(heads, ff_width, dropout)
+    return [
+        Serial(Embedding(vocab_size, width, max_length=max_length), Dropout(dropout)),
+        *[Serial(Residual(attention), Residual(feed_forward))] * depth,
+        LossSerial(RMSNorm(), Dense(vocab_size, use_bias=False), CrossEntropy()),
+    ]
+
+
+@gin.configurable
+def reversible_transformer_lm(
+    vocab_size: int = 256,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    ff_width: int = 512,
+    dropout: float = 0.0,
+    max_length: int | None = None,
+    arithmetic: str = "float32",
+) -> list[Layer]:
+    """A decoder-only transformer of reversible blocks.
+
+    The embedding starts two residual streams. Attention reads the second and adds to the
+    first, feed-forward the other way round; the head reads both, side by side.
+
+    Args:
+      vocab_size: Number of tokens, V.
+      width: D, of each residual stream.
+      depth: Blocks between embedding and head, each attention and feed-forward.
+      heads: Of attention; must divide the width.
+      ff_width: Of the feed-forward layers, between their two matrices.
+      dropout: Rate, after the embedding, attention and feed-forward.
+      max_length: Longest sequence accepted; None: any. Has no other effect, as rotary
+        positions need no table.
+      arithmetic: Of the residual streams: "float32".
+
+    Returns:
+      `depth` + 2 blocks, all but the first and last reversible.
+
+    Source: Kitaev et al. 2020, section 3 (https://arxiv.org/abs/2001.04451).
+    """
+    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    if arithmetic == "fixed_point":
+        raise NotImplementedError('reversible_transformer_lm: arithmetic="fixed_point" is not yet available.')
+    if arithmetic != "float32":
+        raise ValueError(f'reversible_transformer_lm: arithmetic must be "float32"; got {arithmetic!r}.')
+    attention, feed_forward = _sublayers(heads, ff_width, dropout)
+    block = ReversibleSerial(HalfResidual(attention), ReversibleSwap(), HalfResidual(feed_forward), ReversibleSwap())
+    return [
+        Serial(Embedding(vocab_size, width, max_length=max_length), Dropout(dropout), Dup()),
+        *[block] * depth,
+        LossSerial(ReversibleConcatenatePair(), RMSNorm(), Dense(vocab_size, use_bias=False), CrossEntropy()),
+    ]
+
+
+def _sublayers(heads: int, ff_width: int, dropout: float) -> tuple[Layer, Layer]:
+    """What a block adds to its residual streams."""
+    attention = Serial(RMSNorm(), Attention(heads), Dropout(dropout))
+    feed_forward = Serial(RMSNorm(), FeedForward(ff_width), Dropout(dropout))
+    return attention, feed_forward
+
+
+def _check(
+    vocab_size: int, width: int, depth: int, heads: int, ff_width: int, dropout: float, max_length: int | None
+) -> None:
+    sizes = {"vocab_size": vocab_size, "width": width, "ff_width": ff_width, "max_length": max_length}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"transformer: {name} must be at least 1; got {size}.")
+    if depth < 0:
+        raise ValueError(f"transformer: depth must be at least 0; got {depth}.")
+    head_width(width, heads)
+    check_rate("transformer", dropout)

@@ -1,0 +1,133 @@
+"""Compiled programs, made ahead of time and shared by equal layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reversible_trainer.streaming.placement import Placement
+from reversible_trainer.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """One compiled function with its figures.
+
+    Attributes:
+      name: Kind and layer, for events and profiles.
+      tags: The ledger's tag for each part of the output.
+      compiled: The executable: flat arguments in, flat outputs and a token out.
+      out_tree: Structure of the outputs.
+      outputs: Signatures of the flat outputs, the token last.
+      donated: Positions of the flat arguments whose memory the outputs take over.
+      argument_bytes: The arguments.
+      output_bytes: The outputs, those in donated memory included.
+      alias_bytes: Outputs that lie in donated memory.
+      temporary_bytes: What the program needs while it runs.
+      flops: Floating-point operations, by the compiler's count.
+    """
+
+    name: str
+    tags: tuple[str, ...]
+    compiled: Any
+    out_tree: Any
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    flops: float
+
+    @property
+    def bytes(self) -> int:
+        """Accelerator memory from its start to its end."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+class Programs:
+    """All compiled programs of a trainer. Their number depends on the distinct blocks, never on depth."""
+
+    def __init__(self, placement: Placement):
+        self._placement = placement
+        self._programs: dict[Hashable, Program] = {}
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self):
+        return iter(self._programs.values())
+
+    def get(
+        self,
+        kind: str,
+        layer: Hashable,
+        tags: Sequence[str],
+        function: Callable[..., tuple[Any, ...]],
+        arguments: tuple[Tree, ...],
+        donate: Sequence[int] = (),
+    ) -> Program:
+        """The program for `function`, compiled when it is asked for the first time.
+
+        Args:
+          kind: What the function does with the layer. `kind`, `layer` and the signatures
+            of the arguments must determine it.
+          layer: The layer it is made of.
+          tags: The ledger's tag for each entry of the function's output.
+          function: From pytrees to a tuple of `len(tags)` pytrees.
+          arguments: Their signatures.
+          donate: Positions in `arguments` that the caller will not use again.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (kind, layer, tree, tuple((x.shape, x.dtype) for x in leaves))
+        if key not in self._programs:
+            name = f"{kind} {getattr(layer, 'name', layer)}"
+            self._programs[key] = self._compile(name, tuple(tags), function, arguments, donate)
+        return self._programs[key]
+
+    def _compile(
+        self, name: str, tags: tuple[str, ...], function: Callable, arguments: tuple[Tree, ...], donate: Sequence[int]
+    ) -> Program:
+        leaves, in_tree = jax.tree.flatten(arguments)
+        outputs, out_tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
+        sizes = [len(jax.tree.leaves(argument)) for argument in arguments]
+        candidates = [sum(sizes[:a]) + i for a in sorted(donate) for i in range(sizes[a])]
+        donated = _aliasable(leaves, candidates, outputs)
+
+        def flat(*leaves: Any) -> tuple[Any, ...]:
+            # The token tells when the program has run: all else may be donated to its successor.
+            return *jax.tree.leaves(function(*jax.tree.unflatten(in_tree, leaves))), jnp.zeros((), jnp.int32)
+
+        flat.__name__ = name.replace(" ", "_")
+        jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
+        compiled = jitted.lower(*self._placement.specify(leaves)).compile()
+        memory: Any = compiled.memory_analysis()
+        return Program(
+            name=name,
+            tags=tags,
+            compiled=compiled,
+            out_tree=out_tree,
+            outputs=(*outputs, jax.ShapeDtypeStruct((), jnp.int32)),
+            donated=donated,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            flops=float((compiled.cost_analysis() or {}).get("flops", 0.0)),
+        )
+
+
+def _aliasable(leaves: list[Any], candidates: list[int], outputs: list[Any]) -> tuple[int, ...]:
+    """Those candidates whose shape and dtype an output has: donating others gains nothing, and JAX warns."""
+    free = [(x.shape, x.dtype) for x in outputs]
+    donated = []
+    for i in candidates:
+        wanted = (leaves[i].shape, leaves[i].dtype)
+        if wanted in free:
+            free.remove(wanted)
+            donated.append(i)
+    return tuple(donated)

@@ -1,0 +1,183 @@
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reversible_trainer import checkpoint
+from reversible_trainer.checkpoint import Description
+from reversible_trainer.tree import TrainState, path_name
+
+OURS = Description(("Embedding(features=4)", "Loss(heads=2, rate=0.1)"), "adam", 0)
+
+
+class Slots(NamedTuple):
+    count: Any
+    momentum: Any
+    nothing: Any
+
+
+def make_state(step=3, width=4):
+    kernel = np.arange(2.0 * width, dtype=np.float32).reshape(2, width)
+    weights = [{"Dense": {"kernel": jnp.asarray(kernel)}}, (jnp.ones(3, jnp.bfloat16) / 3, ())]
+    slots = [
+        (Slots(jnp.int32(7), {"Dense": {"kernel": jnp.asarray(kernel.T)}}, None), ()),
+        Slots(jnp.zeros(()), (), None),
+    ]
+    states = [(), {"running": jnp.array([True, False]), "key": jax.random.key(5)}]
+    return TrainState(step, jax.random.key(2), weights, slots, states)
+
+
+def signature(state):
+    parts = jax.eval_shape(lambda: (state.key, state.weights, state.slots, state.states))
+    return TrainState(0, *parts)
+
+
+def place(tree):
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def restore(path, state=None, description=OURS, **options):
+    return checkpoint.restore(path, signature(state or make_state()), place, description, **options)
+
+
+def leaves(state):
+    tree = [state.key, state.weights, state.slots, state.states]
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return {path_name(path): np.asarray(data(x)) for path, x in flat}
+
+
+def test_what_is_restored_equals_what_was_saved(tmp_path):
+    state = make_state()
+    path = checkpoint.save(tmp_path, state, OURS)
+    assert path.name == "step_000003"
+    restored = restore(path)
+    assert restored.step == 3
+    assert jax.tree.structure(restored.slots) == jax.tree.structure(state.slots)
+    before, after = leaves(state), leaves(restored)
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype, name
+        np.testing.assert_array_equal(before[name], after[name], name)
+    assert jax.random.bits(restored.key) == jax.random.bits(state.key)
+    assert restored.states[1]["key"].dtype == state.states[1]["key"].dtype
+
+
+def test_parts_can_be_left_out(tmp_path):
+    restored = restore(checkpoint.save(tmp_path, make_state(), OURS), parts=("weights", "states"))
+    assert restored.slots == [None, None] and restored.weights[0]["Dense"]["kernel"].shape == (2, 4)
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    for step in (1, 2, 999_999, 1_000_000):
+        checkpoint.save(tmp_path, make_state(step), OURS, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_manifest_says_what_it_is(tmp_path):
+    path = checkpoint.save(tmp_path, make_state(), OURS, config="run.steps = 3")
+    manifest = checkpoint.read_manifest(path)
+    assert manifest["description"] == OURS and manifest["step"] == 3 and manifest["config"] == "run.steps = 3"
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert set(manifest["sha256"]) | {"manifest.json"} == {file.name for file in path.iterdir()}
+
+
+def test_a_failure_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, make_state(1), OURS)
+
+    def full(arrays, path):
+        if path.name == "block_001.safetensors":
+            raise OSError("no space left on device")
+        path.touch()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoint.save(tmp_path, make_state(2), OURS)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_000001"]
+    checkpoint.save(tmp_path, make_state(2), OURS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    (path / "block_000.safetensors").write_bytes(b"")
+    restore(checkpoint.save(tmp_path, make_state(), OURS))
+
+
+@pytest.mark.parametrize("name", ["block_000.safetensors", "block_001.safetensors", "run.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damage_is_found_and_named(tmp_path, name, damage):
+    file = checkpoint.save(tmp_path, make_state(), OURS) / name
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    {"flip": lambda: file.write_bytes(content), "cut": lambda: file.write_bytes(content[:50]), "remove": file.unlink}[
+        damage
+    ]()
+    with pytest.raises(ValueError, match=f"{name} is damaged: expected sha256"):
+        restore(file.parent)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 1, "description": {}}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    (path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match="manifest.json is missing or damaged"):
+        restore(path)
+
+
+def test_another_format_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(ValueError, match="checkpoint format 99, this version .* reads 1"):
+        restore(path)
+
+
+@pytest.mark.parametrize(
+    "description, message",
+    [
+        (Description(OURS.blocks[:1], "adam", 0), "another model: it has 2 blocks, this one has 1"),
+        (
+            Description((OURS.blocks[0], "Loss(heads=4, rate=0.1)"), "adam", 0),
+            "another model: its block 1 says 'heads=2' where this one says 'heads=4'",
+        ),
+        (Description(OURS.blocks, "adam", 1), "made with seed 0, this run has seed 1"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(tmp_path, description, message):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    with pytest.raises(ValueError, match=message):
+        restore(path, description=description)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    with pytest.raises(
+        ValueError, match=r"weights of block 0 .* expected float32\[2,5\] at 'weights/Dense/kernel', got float32\[2,4\]"
+    ):
+        restore(path, make_state(width=5))
+
+
+def test_slots_of_another_optimizer_are_refused(tmp_path):
+    path = checkpoint.save(tmp_path, make_state(), OURS)
+    other = make_state()
+    other.slots[0] = (jnp.zeros(()), ())
+    with pytest.raises(ValueError, match="slots of block 0 .* written by 'adam', this run uses 'sgd'"):
+        restore(path, other, Description(OURS.blocks, "sgd", 0))
+
+
+def test_a_description_has_no_addresses_in_it():
+    class Block:
+        pass
+
+    def sgd(learning_rate):
+        return learning_rate
+
+    description = Description.of([Block(), sgd], sgd, 0)
+    assert description == Description.of([Block(), sgd], sgd, 0) and description.optimizer == "sgd"
+    assert "0x" not in repr(description)
