@@ -1,0 +1,11 @@
+"""Train models that do not fit the accelerator, layer by layer.
+
+Read in this order: `tree`, `layers/base`, `layers/reversible`, `streaming`, `passes`, `schedule`, `trainer`.
+"""
+
+from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer
+from reversible_trainer.loop import run
+from reversible_trainer.trainer import Trainer
+from reversible_trainer.tree import TrainState
+
+__all__ = ["Layer", "LossLayer", "ReversibleLayer", "TrainState", "Trainer", "run"]

@@ -44,7 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"reversible-trainer: {_explain(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("reversible-trainer: interrupted; train goes on from its last checkpoint when started again", file=sys.stderr)
+        print(
+            "reversible-trainer: interrupted; train goes on from its last checkpoint when started again",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -165,7 +168,9 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
         try:
             gin.parse_config(part)
         except Exception as error:
-            raise _ConfigError(f"{where}{_explain_binding(error)}") from error
+            line, message = _explain_binding(error)
+            where += f", line {line}" if line and part is text else ""
+            raise _ConfigError(f"{where}: {message}") from error
     bound = gin.get_bindings(loop.run, resolve_references=False)
     required = [p.name for p in inspect.signature(loop.run).parameters.values() if p.default is p.empty]
     missing = [f"run.{name}" for name in required if name not in bound]
@@ -219,23 +224,25 @@ def _explain(error: BaseException) -> str:
     head, *more = str(error).strip().splitlines() or [type(error).__name__]
     if macro := re.match(r"No bindings specified for '(.+)/gin.macro'", head):
         return f"%{macro[1]} is used but never set"
+    if "missing" in head and "'learning_rate'" in head:
+        return f"{head}; name an optimizer without parentheses, as in run.optimizer = @adam"
     called = re.search(r"In call to configurable '(.+?)'", "\n".join(more))
     return f"{called[1]}: {head}" if called and called[1] not in head else head
 
 
-def _explain_binding(error: BaseException) -> str:
-    """What is wrong with a gin binding, beginning with `, line N: ` and naming what may have been meant."""
+def _explain_binding(error: BaseException) -> tuple[Any, str]:
+    """Line of a gin binding, and what is wrong with it, naming what may have been meant."""
     text = str(error)
     line = error.lineno if isinstance(error, SyntaxError) else (re.search(r"line (\d+)", text) or [None, None])[1]
     if isinstance(error, tokenize.TokenError):
         line, message = error.args[1][0], "a bracket or quote is not closed"
     elif isinstance(error, SyntaxError):
         message = (
-            f"cannot be parsed: {error.msg.splitlines()[0].rstrip('.')}; a binding looks like 'name.parameter = value'"
+            f"cannot be parsed: {error.msg.splitlines()[-1].strip(' .')}; a binding looks like 'name.parameter = value'"
         )
     else:
         message = text.splitlines()[0].rstrip(".") + _meant(text)
-    return f"{f', line {line}' if line else ''}: {message}"
+    return line, message
 
 
 def _meant(text: str) -> str:

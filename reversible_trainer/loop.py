@@ -76,7 +76,13 @@ def run(
         _check_whole(name, steps if number is None else number, 1)
     _check_whole("seed", seed, 0)
     rates = learning_rate if callable(learning_rate) else lambda step: learning_rate
-    float(rates(0))  # what gives no number shows here rather than after compiling
+    try:
+        float(rates(0))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"run.learning_rate must be a number, or a schedule as in @cosine_decay_schedule(); got {learning_rate!r} "
+            f"({error})."
+        ) from None
 
     console, output = Console(stderr=True), _prepared(Path(output))
     description = checkpoint.Description.of(blocks, optimizer, seed)
@@ -89,6 +95,12 @@ def run(
 
     trainer = configured_trainer(blocks, optimizer)
     batch = data.batch(seed, 0, batch_size, length)
+    known = trainer.predict_signature(batch).shape[-1]
+    if known < data.vocab_size:
+        raise ValueError(
+            f"run: the data has {data.vocab_size} tokens, but the model predicts {known}. Set the model's "
+            f"vocab_size to {data.vocab_size}."
+        )
     if saved:
         console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
         expected = trainer.init_signature(batch)

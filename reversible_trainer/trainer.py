@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from reversible_trainer import passes
 from reversible_trainer.layers.base import Layer, LossLayer, Stack, put, take
 from reversible_trainer.passes import Clock, Optimizer
 from reversible_trainer.probe import check_separable
@@ -15,6 +17,7 @@ from reversible_trainer.schedule import Schedule, ScheduledBlock, clock_signatur
 from reversible_trainer.streaming import (
     Accelerator,
     BlockPlan,
+    Event,
     Ledger,
     MemoryPlan,
     Placement,
@@ -115,21 +118,19 @@ class Trainer:
         """
         if getattr(key, "dtype", None) != clock_signature().key.dtype:
             raise ValueError(f"Trainer.init: expected a key made by jax.random.key(seed), got {key!r}.")
-        accelerator, schedule = self._accelerator, self._schedule(batch)
-        state = TrainState(0, self.placement.to_host(key), [], [], [])
-        key = accelerator.place("batch", key)
-        for block in schedule.blocks:
-            made = accelerator.run(schedule.program("init", block.index), key, np.int32(block.index))
-            for entries, tree in zip((state.weights, state.slots, state.states), made, strict=True):
-                entries.append(accelerator.fetch(tree))
-        accelerator.finish()
-        return state
+        return _init(self._accelerator, self._schedule(batch), key)
 
     def init_signature(self, batch: Stack) -> TrainState:
         """A `TrainState` of `ShapeDtypeStruct`s: what `init` would make, nothing allocated."""
         blocks = self._schedule(batch).blocks
         weights, slots, states = ([getattr(b, name) for b in blocks] for name in ("weights", "slots", "state"))
         return TrainState(0, clock_signature().key, weights, slots, states)
+
+    def predict_signature(self, batch: Stack) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the logits for the inputs of a batch, nothing computed."""
+        loss = self._schedule(batch).blocks[-1]
+        (logits,) = jax.eval_shape(functools.partial(passes.predict, loss.layer), loss.weights, loss.state, loss.inputs)
+        return logits
 
     def step(self, state: TrainState, batch: Stack, learning_rate: Any) -> tuple[TrainState, Metrics]:
         """One training step; returns as soon as it is enqueued.
@@ -150,7 +151,11 @@ class Trainer:
         if rate.shape != ():
             raise ValueError(f"Trainer.step: the learning rate must be a scalar, got {describe(rate)}.")
         clock = Clock(state.key, np.int32(state.step), rate.astype(rate_dtype()))
-        return _train(self._accelerator, schedule, state.consume(), batch, clock)
+        try:
+            return _train(self._accelerator, schedule, state.consume(), batch, clock)
+        except Exception as error:
+            error.add_note(f"Step {clock.step + 1} had consumed its state: go on from the last checkpoint.")
+            raise
 
     def evaluate(self, state: TrainState, batch: Stack) -> Metrics:
         """`loss`, the loss layer's metrics and `weight` of a batch, deterministic (no dropout)."""
@@ -161,20 +166,18 @@ class Trainer:
         return _infer(self._accelerator, self._schedule(inputs, state), state, inputs, "predict")
 
     def plan(self, batch: Stack) -> MemoryPlan:
-        """What steps with such batches will need: the same sweeps over the same kind of ledger, without arrays."""
+        """What `init` and steps with such batches will need: the same sweeps, run over a ledger without arrays."""
         schedule, placement, ledger = self._schedule(batch), Placement.planned(self.placement), Ledger()
         accelerator = Accelerator(placement, ledger, self._accelerator.prefetch)
-        state = self.init_signature(batch)
-        clock = placement.to_host(clock_signature())
-        for name in ("weights", "slots", "states"):
-            setattr(state, name, placement.to_host(getattr(state, name)))
         peaks = [0] * len(schedule)
 
-        def watch(event) -> None:
+        def watch(event: Event) -> None:
             if event.block is not None:
                 peaks[event.block] = max(peaks[event.block], event.bytes)
 
         ledger.watch = watch
+        clock = placement.to_host(clock_signature())
+        state = _init(accelerator, schedule, clock.key)
         state, metrics = _train(accelerator, schedule, state, schedule.batch, clock)
         held = [placement.to_accelerator(metrics) for _ in range(_HELD_METRICS)]
         ledger.track("metrics", held)
@@ -197,6 +200,20 @@ class Trainer:
 
 
 # The sweeps.
+
+
+def _init(accelerator: Accelerator, schedule: Schedule, key: Array) -> TrainState:
+    """Makes every block on the accelerator and fetches it."""
+    state = TrainState(0, accelerator.placement.to_host(key), [], [], [])
+    accelerator.ledger.host(-accelerator.ledger.host_bytes)
+    key = accelerator.place("batch", key)
+    for block in schedule.blocks:
+        accelerator.ledger.block = block.index
+        made = accelerator.run(schedule.program("init", block.index), key, np.int32(block.index))
+        for entries, tree in zip((state.weights, state.slots, state.states), made, strict=True):
+            entries.append(accelerator.fetch(tree))
+    accelerator.finish()
+    return state
 
 
 def _train(

@@ -1,5 +1,7 @@
 """Tolerances by dtype, and comparisons of pytrees."""
 
+import contextlib
+
 import jax
 import numpy as np
 
@@ -29,3 +31,17 @@ def _wide(x):
     """As float64 (NumPy does not compare bfloat16), integers and booleans as they are."""
     x = np.asarray(x)
     return x.astype(np.float64) if jax.numpy.issubdtype(x.dtype, np.floating) else x
+
+
+_compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _seconds, **_: _compiled.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that holds, after the block, one entry for every program compiled in it."""
+    before, found = len(_compiled), []
+    yield found
+    found.extend(_compiled[before:])

@@ -134,6 +134,7 @@ def test_the_folder_of_another_run_is_refused(whole, changes, message):
         ({"seed": -1}, "run.seed must be a whole number, at least 0; got -1"),
         ({"blocks": 3}, "run.blocks must be a list of layers"),
         ({"optimizer": optax.adam(1.0)}, "run.optimizer must be a factory"),
+        ({"learning_rate": "fast"}, "run.learning_rate must be a number, or a schedule .* got 'fast'"),
         ({"data": "shakespeare"}, "run.data must be a data set"),
         ({"length": 5000}, "a window of length"),
         ({"output": "/proc/nowhere"}, "cannot write to the output folder /proc/nowhere"),

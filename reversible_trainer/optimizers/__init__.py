@@ -12,12 +12,18 @@ from reversible_trainer.optimizers.common import failures as failures
 from reversible_trainer.optimizers.common import slot_bytes_per_weight as slot_bytes_per_weight
 from reversible_trainer.optimizers.gin_optax import OPTIMIZERS as _OPTAX
 from reversible_trainer.optimizers.gin_optax import SCHEDULES as SCHEDULES
+from reversible_trainer.optimizers.orthogonalized import OrthogonalizedSlots as OrthogonalizedSlots
+from reversible_trainer.optimizers.orthogonalized import muon as muon
+from reversible_trainer.optimizers.orthogonalized import orthogonalized as orthogonalized
 from reversible_trainer.optimizers.route import RouteSlots as RouteSlots
 from reversible_trainer.optimizers.route import route as route
+from reversible_trainer.optimizers.route import scaled as scaled
 from reversible_trainer.optimizers.shampoo import ShampooSlots as ShampooSlots
 from reversible_trainer.optimizers.shampoo import shampoo as shampoo
+from reversible_trainer.optimizers.soap import SoapSlots as SoapSlots
+from reversible_trainer.optimizers.soap import soap as soap
 
-KNOWN: dict[str, Factory] = {**_OPTAX, "shampoo": shampoo}
+KNOWN: dict[str, Factory] = {**_OPTAX, "shampoo": shampoo, "orthogonalized": orthogonalized, "muon": muon, "soap": soap}
 
 
 def named(name: str) -> Factory:

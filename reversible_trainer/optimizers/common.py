@@ -6,9 +6,10 @@ one copy of the update rule per shape, not per weight, and slots are few and lar
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -20,6 +21,7 @@ from reversible_trainer.tree import Array, Tree, path_name, tree_bytes, tree_siz
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Rate = Any  # a float, a (traced) scalar, or a schedule: a function of the updates done so far
 Factory = Callable[..., optax.GradientTransformation]  # learning_rate -> GradientTransformation
 
@@ -43,7 +45,7 @@ class Group(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-    label: Hashable
+    label: Any
     members: tuple[int, ...]
 
 
@@ -61,6 +63,11 @@ def group(tree: Tree, label: Callable[[str, Any], Hashable] = lambda path, leaf:
         key = (jnp.shape(leaf), slot_dtype(jnp.result_type(leaf)), label(path_name(path), leaf))
         members.setdefault(key, []).append(i)
     return [Group(shape, dtype, label_, tuple(m)) for (shape, dtype, label_), m in members.items()]
+
+
+def paths(tree: Tree) -> list[str]:
+    """The paths of a tree's leaves."""
+    return [path_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def stack(tree: Tree, groups: Sequence[Group]) -> list[Array]:
@@ -180,6 +187,17 @@ def structural(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return wrapped
 
     return decorate
+
+
+def match(path: str, patterns: Mapping[str, T], optimizer: str, argument: str) -> T | None:
+    """The entry whose pattern (fnmatch, `*` also stands for `/`) matches a path, or None; an error where two do."""
+    matches = [p for p in patterns if fnmatch.fnmatchcase(path, p)]
+    if len(matches) > 1:
+        raise ValueError(
+            f"{optimizer}: weights at {path!r} match several patterns of {argument}: {', '.join(map(repr, matches))}. "
+            "Make them narrower; their order does not matter."
+        )
+    return patterns[matches[0]] if matches else None
 
 
 def check_choice(optimizer: str, name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Linear algebra of the matrix optimizers, on stacks of matrices `[..., n, n]`.
+"""Linear algebra of the matrix optimizers, on stacks of matrices `[K, n, n]`.
 
 Nothing here is mapped with `jax.vmap`: a batch dimension is part of every formula, because
 float64 arithmetic inside a float32 program (`jax.enable_x64`) is cut to float32 under `vmap`.
@@ -8,8 +8,8 @@ The mathematics is in README.md of this folder.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ def inverse_root(s: Array, p: int, epsilon: Array | float, method: str | None = 
     """`(S + ridge I)^(-1/p)` for a stack of symmetric positive semi-definite matrices.
 
     Args:
-      s: Matrices `[..., n, n]`, float32 or float64.
+      s: Matrices `[K, n, n]`, float32 or float64.
       p: A positive integer.
       epsilon: The ridge is `epsilon * max(largest eigenvalue, 1e-16)`.
       method: `"eigh"`, `"newton"` or None for `default_root()`.
 
     Returns:
-      The roots, in the dtype of `s`, and a bool `[...]`: whether the root can be trusted.
+      The roots, in the dtype of `s`, and a bool `[K]`: whether the root can be trusted.
 
     Both work in float64 (Newton on a TPU in float32): with a ridge of 1e-6 a float32
     eigendecomposition is off by 1e-2.
@@ -49,56 +49,52 @@ def inverse_root(s: Array, p: int, epsilon: Array | float, method: str | None = 
 
 
 def _eigh_root(s: Array, p: int, epsilon: Array) -> tuple[Array, Array]:
-    eigenvalues, v = jnp.linalg.eigh(s)  # ascending
+    eigenvalues, v = _each(jnp.linalg.eigh, s)  # ascending
     ridge = epsilon * jnp.maximum(eigenvalues[..., -1:], 1e-16)
     roots = (jnp.maximum(eigenvalues, 0) + ridge) ** (-1 / p)
     return _mm(v * roots[..., None, :], v.mT), jnp.all(jnp.isfinite(roots), -1)
 
 
 class _Newton(NamedTuple):
-    """The state of the coupled Newton iteration; per-matrix values have shape `[..., 1, 1]`."""
+    """The state of the coupled Newton iteration; per-matrix values have shape `[K, 1, 1]`."""
 
     step: Array
     m: Array  # M = H^p A, which goes to the identity
     h: Array
-    error: Array
     best_h: Array
     best_error: Array
-    rises: Array  # steps since the error was at its lowest
+    stalls: Array  # steps in a row that hardly lowered it
 
 
 def _newton_root(s: Array, p: int, epsilon: Array) -> tuple[Array, Array]:
     """Coupled Newton iteration: T = (1 + 1/p) I - M/p, M <- T^p M, H <- H T.
 
-    Unlike the published loop it keeps the best iterate, gives up on a matrix only after
-    several rises of the error, and raises T to the exact power.
+    Unlike the published loop it keeps the best iterate, raises T to the exact power, gives up
+    on a matrix only after several steps without progress, and measures the error |M - I|_F,
+    which falls in every step after the first (all eigenvalues of M then rise towards 1); the
+    largest entry does not, so that it stops the published loop early.
     """
     eye = jnp.eye(s.shape[-1], dtype=s.dtype)
-    tolerance, patience, most = (1e-10 if s.dtype == jnp.float64 else 1e-6), 4, 100
+    tolerance, patience, most = (1e-9 if s.dtype == jnp.float64 else 1e-5), 3, 100
     a = s + epsilon * jnp.maximum(largest_eigenvalue(s), 1e-16) * eye
-    z = (1 + p) / (2 * jnp.linalg.norm(a, axis=(-2, -1), keepdims=True))
+    z = (1 + p) / (2 * _norm(a))
     m, h = z * a, z ** (1 / p) * eye
-    error = _distance(m, eye)
+    error = _norm(m - eye)
 
     def active(c: _Newton) -> Array:
-        return (c.best_error > tolerance) & (c.rises < patience)
+        return (c.best_error > tolerance) & (c.stalls < patience)
 
     def body(c: _Newton) -> _Newton:
         t = jnp.where(active(c), (1 + 1 / p) * eye - c.m / p, eye)
         m, h = _mm(power(t, p), c.m), _mm(c.h, t)
-        error = _distance(m, eye)
+        error = _norm(m - eye)
         better = error < c.best_error
-        return _Newton(
-            c.step + 1,
-            m,
-            h,
-            error,
-            jnp.where(better, h, c.best_h),
-            jnp.where(better, error, c.best_error),
-            jnp.where(better, 0, c.rises + 1),
-        )
+        # Far from the end, small eigenvalues grow by a constant factor and the error hardly falls.
+        progress = (error < 0.9 * c.best_error) | (c.best_error > 0.5)
+        best_h, best_error = jnp.where(better, h, c.best_h), jnp.where(better, error, c.best_error)
+        return _Newton(c.step + 1, m, h, best_h, best_error, jnp.where(progress, 0, c.stalls + 1))
 
-    start = _Newton(jnp.int32(0), m, h, error, h, error, jnp.zeros(error.shape, jnp.int32))
+    start = _Newton(jnp.int32(0), m, h, h, error, jnp.zeros(error.shape, jnp.int32))
     end = jax.lax.while_loop(lambda c: (c.step < most) & jnp.any(active(c)), body, start)
     return end.best_h, end.best_error[..., 0, 0] < 0.1
 
@@ -130,7 +126,7 @@ def _reference_root(s: Array, p: int, epsilon: Array) -> tuple[Array, Array]:
     if s.shape[-1] == 1:
         return (s + ridge) ** (-1 / p), jnp.ones(s.shape[0], bool)
     a = s + ridge * eye
-    z = (1 + p) / (2 * jnp.linalg.norm(a, axis=(-2, -1), keepdims=True))
+    z = (1 + p) / (2 * _norm(a))
     m, h = z * a, z ** (1 / p) * eye
     q = min(8, 2 ** round(math.log2(p)))  # the power meant to be p
 
@@ -152,8 +148,8 @@ def _reference_root(s: Array, p: int, epsilon: Array) -> tuple[Array, Array]:
     return jnp.where(run, h, h_old), error[:, 0, 0] < 0.1
 
 
-def largest_eigenvalue(s: Array, steps: int = 100, tolerance: float = 1e-6, absolute: float = 0.0) -> Array:
-    """Power iteration from a fixed start, until the Rayleigh quotients `[..., 1, 1]` stand still."""
+def largest_eigenvalue(s: Array, steps: int = 100, tolerance: float = 1e-7, absolute: float = 0.0) -> Array:
+    """Power iteration from a fixed start, until the Rayleigh quotients `[K, 1, 1]` stand still."""
     start = np.random.default_rng(0).uniform(-1, 1, (s.shape[-1], 1)).astype(s.dtype)
     v = jnp.broadcast_to(jnp.asarray(start / np.linalg.norm(start)), (*s.shape[:-1], 1))
 
@@ -162,12 +158,146 @@ def largest_eigenvalue(s: Array, steps: int = 100, tolerance: float = 1e-6, abso
         sv = _mm(s, v)
         value = jnp.sum(v * sv, (-2, -1), keepdims=True)
         moved = jnp.abs(value - old) > absolute + tolerance * jnp.abs(value)
-        v = sv / jnp.maximum(jnp.linalg.norm(sv, axis=(-2, -1), keepdims=True), 1e-30)
+        v = sv / jnp.maximum(_norm(sv), 1e-30)
         return step + 1, v, jnp.where(moving, value, old), moving & moved
 
     zero = jnp.zeros((*s.shape[:-2], 1, 1), s.dtype)
     carry = jnp.int32(0), v, zero, jnp.ones(zero.shape, bool)
     return jax.lax.while_loop(lambda c: (c[0] < steps) & jnp.any(c[3]), body, carry)[2]
+
+
+# Newton-Schulz coefficients (a, b, c) per step, and what follows when there are more steps:
+# the whole list again ("cycle") or its last entry ("last").
+COEFFICIENTS: dict[str, tuple[str, tuple[tuple[float, float, float], ...]]] = {
+    "simple": ("last", ((3.4445, -4.7750, 2.0315),)),  # Jordan et al. 2024, kellerjordan.github.io/posts/muon
+    "quintic": (
+        "cycle",
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+    ),
+    "polar_express": (  # Amsel et al. 2025, https://arxiv.org/abs/2505.16932
+        "last",
+        (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+    ),
+    "cans": (  # Grishina et al. 2025, https://arxiv.org/abs/2506.10935
+        "last",
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+    ),
+    "aol": (
+        "cycle",
+        (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+    ),
+    "deepseekv4": ("last", ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2),
+}
+
+
+def coefficient_schedule(coefficients: str, steps: int) -> list[tuple[float, float, float]]:
+    """The `(a, b, c)` of every step.
+
+    Example:
+      >>> coefficient_schedule("deepseekv4", 12)[7:]
+      [(3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5)]
+    """
+    then, known = COEFFICIENTS[coefficients]
+    return [known[i % len(known)] if then == "cycle" else known[min(i, len(known) - 1)] for i in range(steps)]
+
+
+def newton_schulz(x: Array, coefficients: str = "quintic", steps: int = 5, dtype: Any = None) -> Array:
+    """Pushes all singular values of matrices `[..., m, n]` towards 1: X <- a X + (b A + c A^2) X, A = X X^T.
+
+    Args:
+      x: Any matrices; zero stays zero.
+      coefficients: A name in `COEFFICIENTS`.
+      steps: How many times.
+      dtype: Of the arithmetic; by default that of `x`.
+    """
+    wide = x.shape[-2] > x.shape[-1]
+    y = x.mT if wide else x  # the shorter side gives the smaller A
+    y = y / jnp.maximum(_norm(y), 1e-15)
+    y = y.astype(dtype or x.dtype)
+    for a, b, c in coefficient_schedule(coefficients, steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * (gram @ gram)) @ y
+    return (y.mT if wide else y).astype(x.dtype)
+
+
+def resolution(dtype: Any) -> float:
+    """Eigenvalues below this times the largest are rounding errors: their eigenvectors are undetermined."""
+    return 100 * float(jnp.finfo(dtype).eps)
+
+
+def eigenbasis(s: Array) -> tuple[Array, Array]:
+    """Eigenvectors of a stack `[K, n, n]`, largest eigenvalue first, and a bool `[K]`: whether they are finite.
+
+    Those that are undetermined are replaced by a fixed random frame, projected off the
+    others, so that the result depends continuously on the matrix; a zero matrix gives the
+    identity. In float64, as in `inverse_root`.
+    """
+    n, tolerance = s.shape[-1], resolution(s.dtype)
+    frame = np.random.default_rng(0).normal(size=(n, n))
+    wide = jnp.float32 if jax.default_backend() == "tpu" else jnp.float64
+    with jax.enable_x64(True):
+        eigenvalues, v = _each(jnp.linalg.eigh, s.astype(wide))
+        largest = eigenvalues[..., -1:, None]
+        determined = eigenvalues[..., None, ::-1] > tolerance * largest
+        kept = jnp.where(determined, v[..., ::-1], 0)
+        frame = jnp.broadcast_to(jnp.asarray(frame, wide), s.shape)
+        q = _each(jnp.linalg.qr, jnp.where(determined, kept, frame - _mm(kept, _mm(kept.mT, frame))))[0]
+        q = jnp.where(largest == 0, jnp.eye(n, dtype=wide), q).astype(s.dtype)
+        return q, jnp.isfinite(largest[..., 0, 0]) & jnp.all(jnp.isfinite(q), (-2, -1))
+
+
+def refine_eigenbasis(s: Array, q: Array) -> tuple[Array, Array, Array]:
+    """One step of orthogonal iteration from a basis `q` of a stack `[K, n, n]`.
+
+    The matrix is shifted by what it resolves, so undetermined directions stay where they are.
+
+    Returns:
+      The basis, largest Rayleigh quotient first; the places `[K, n]`, int32, that its vectors
+      had in `q`; and whether the result is finite, bool `[K]`.
+    """
+    sq = _mm(s, q)
+    quotients = jnp.sum(q * sq, -2)
+    order = jnp.argsort(quotients, -1, descending=True).astype(jnp.int32)
+    shift = jnp.maximum(resolution(s.dtype) * jnp.max(quotients, -1), 1e-30)
+    shifted = sq + shift[:, None, None] * q
+    new = _each(jnp.linalg.qr, jnp.take_along_axis(shifted, order[:, None, :], -1))[0]
+    return new, order, jnp.all(jnp.isfinite(new), (-2, -1))
+
+
+def _each(decompose: Callable[[Array], Any], s: Array) -> Any:
+    """`decompose` for a stack `[K, n, n]`; on a CPU one matrix after the other.
+
+    jaxlib's batched decompositions split their batch over the very threads they run on and
+    wait: as many at once as there are threads, in one program or several, wait for ever (seen
+    with jax 0.10.2 on two cores). One matrix at a time waits for nobody, and is as fast.
+    """
+    return jax.lax.map(decompose, s) if jax.default_backend() == "cpu" else decompose(s)
 
 
 def power(t: Array, p: int) -> Array:
@@ -184,6 +314,10 @@ def power(t: Array, p: int) -> Array:
 
 def _mm(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=HIGHEST)
+
+
+def _norm(x: Array) -> Array:
+    return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
 def _distance(m: Array, eye: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Different optimizers for different weights, by path."""
+"""Different optimizers, and learning rates, for different weights, by path."""
 
 from __future__ import annotations
 
@@ -88,6 +88,28 @@ def route(rules: Mapping[str, Factory], default: Factory | None = None) -> Facto
         return optax.GradientTransformationExtraArgs(init, update)
 
     return routed
+
+
+@gin.configurable
+def scaled(optimizer: Factory, by: float) -> Factory:
+    """A factory of `optimizer` at `by` times the learning rate, for optimizers that share a schedule.
+
+    Args:
+      optimizer: A factory.
+      by: Factor of the learning rate.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = scaled(optax.sgd, by=5.0)(0.1)
+      >>> optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())))[0].tolist()
+      -0.5
+    """
+
+    def factory(learning_rate: Rate) -> optax.GradientTransformation:
+        rate = (lambda step: by * learning_rate(step)) if callable(learning_rate) else by * learning_rate
+        return optimizer(rate)
+
+    return factory
 
 
 def _assign(tree: Tree, factories: Mapping[str, Factory]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import gin
 import jax.numpy as jnp
 import optax
 
-from reversible_trainer.optimizers import common, matrix, statistics
+from reversible_trainer.optimizers import blocking, common, matrix, statistics
 from reversible_trainer.tree import Array, Tree
 
 Stacks = Sequence[Array]
@@ -127,8 +127,10 @@ def shampoo(
     keeps_d = reference or start_preconditioning_step > 1
 
     def plan(tree: Tree) -> statistics.Plan:
-        largest = no_preconditioning_for_layers_with_dim_gt
-        return statistics.plan(tree, block_size, best_effort_shape_interpretation, largest, exponent_override)
+        groups = common.group(tree)
+        merge = block_size if best_effort_shape_interpretation else None
+        shapes = [_shape(group.shape, merge, no_preconditioning_for_layers_with_dim_gt) for group in groups]
+        return statistics.plan(groups, shapes, block_size, lambda rank: exponent_override or 2 * rank)
 
     def init(params: Tree) -> ShampooSlots:
         shapes = plan(params)
@@ -180,7 +182,7 @@ def shampoo(
         f, a = _graft(graft_type, g, slots.graft, t, beta2, diagonal_epsilon)
         q = [
             (g_ if g_.ndim == 1 else f_) if q_ is None else q_
-            for q_, f_, g_ in zip(statistics.precondition(shapes, blocks, p), f, g, strict=True)
+            for q_, f_, g_ in zip(statistics.uncut(shapes, statistics.multiply(shapes, p, blocks)), f, g, strict=True)
         ]
         u = [q_ * (common.norms(f_) / (common.norms(q_) + 1e-16)) for q_, f_ in zip(q, f, strict=True)]
 
@@ -205,6 +207,13 @@ def shampoo(
         return step, ShampooSlots(common.increment(t), failures, s, p, m, d if keeps_d else (), a)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _shape(shape: tuple[int, ...], merge: int | None, largest: int) -> tuple[int, ...] | None:
+    """The shape as Shampoo sees it, dimensions merged up to `merge`; None for what follows the graft."""
+    if shape == () or 0 in shape or max(shape) > largest:
+        return None
+    return shape if merge is None else blocking.merge(shape, merge)
 
 
 def _accumulate(s: Stacks, c: Stacks, beta2: Any, literally: bool) -> tuple[tuple[Array, ...], Array]:

@@ -1,4 +1,4 @@
-"""Shampoo's statistics and preconditioners: which there are, how they are stacked, what is done with them.
+"""Second moments of weights along their axes: which there are, how they are stacked, what is done with them.
 
 All statistics of one size, exponent and dtype are one stack `[K, n, n]`, whichever blocks
 of whichever weights they belong to, so that one batched solve serves them all.
@@ -6,18 +6,18 @@ of whichever weights they belong to, so that one batched solve serves them all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from reversible_trainer.optimizers import blocking, common
 from reversible_trainer.optimizers.matrix import HIGHEST
-from reversible_trainer.tree import Array, Tree
+from reversible_trainer.tree import Array
 
 
 class Kind(NamedTuple):
-    """What statistics of one stack have in common: size `n`, exponent `p` of their roots, dtype."""
+    """What statistics of one stack have in common: size `n`, exponent `p` of their roots if any, dtype."""
 
     n: int
     p: int
@@ -38,9 +38,9 @@ class Plan(NamedTuple):
 
     Attributes:
       groups: Weights of one shape.
-      shapes: Per group, the shape as Shampoo sees it; None for what it leaves alone.
+      shapes: Per group, the shape in which its weights are cut; None for what is left alone.
       kinds: The stacks of statistics.
-      block_size: Dimensions are cut at multiples of this.
+      block_size: Dimensions are cut at multiples of this; 0 for not at all.
     """
 
     groups: list[common.Group]
@@ -49,22 +49,21 @@ class Plan(NamedTuple):
     block_size: int
 
 
-def plan(tree: Tree, block_size: int, merge: bool, largest: int, exponent: int) -> Plan:
-    """Plans the statistics of a tree of weights."""
-    groups = common.group(tree)
-    shapes: list[tuple[int, ...] | None] = []
+def plan(
+    groups: list[common.Group],
+    shapes: list[tuple[int, ...] | None],
+    block_size: int,
+    exponent: Callable[[int], int] = lambda rank: 0,
+    wanted: Callable[[int], bool] = lambda n: True,
+) -> Plan:
+    """Plans the statistics of groups of weights, with `exponent(rank)`, along axes of a `wanted` size."""
     kinds: dict[Kind, list[Part]] = {}
-    for i, group in enumerate(groups):
-        shape = group.shape
-        if shape == () or 0 in shape or max(shape) > largest:
-            shapes.append(None)
-            continue
-        shape = blocking.merge(shape, block_size) if merge else shape
-        shapes.append(shape)
-        for c, cut in enumerate(blocking.cuts(shape, block_size)):
+    for i, (group, shape) in enumerate(zip(groups, shapes, strict=True)):
+        for c, cut in enumerate(() if shape is None else blocking.cuts(shape, block_size)):
             for axis, n in enumerate(cut.sizes):
-                part = Part(i, c, axis, len(group.members) * cut.blocks)
-                kinds.setdefault(Kind(n, exponent or 2 * len(shape), group.dtype), []).append(part)
+                if wanted(n):
+                    part = Part(i, c, axis, len(group.members) * cut.blocks)
+                    kinds.setdefault(Kind(n, exponent(len(cut.sizes)), group.dtype), []).append(part)
     return Plan(groups, shapes, kinds, block_size)
 
 
@@ -98,17 +97,25 @@ def contract(plan: Plan, blocks: Blocks) -> list[Array]:
     return contractions
 
 
-def precondition(plan: Plan, blocks: Blocks, preconditioners: Sequence[Array]) -> list[Array | None]:
-    """The blocks with their preconditioner applied along every axis, as stacks again; None for what is left alone."""
-    q = [list(cuts) for cuts in blocks]
-    for stack, parts in zip(preconditioners, plan.kinds.values(), strict=True):
-        start = 0
-        for i, c, axis, count in parts:
-            q[i][c] = _apply(stack[start : start + count], q[i][c], axis)
-            start += count
+def multiply(plan: Plan, matrices: Sequence[Array], blocks: Blocks) -> Blocks:
+    """The blocks, each multiplied along every axis by its matrix of stacks `[K, n, n]`: y_i = sum_j M_ij x_j."""
+    y = [list(cuts) for cuts in blocks]
+    for stack, parts in zip(matrices, plan.kinds.values(), strict=True):
+        for part, m in zip(parts, split(stack, parts), strict=True):
+            y[part.group][part.cut] = _multiply(m, y[part.group][part.cut], part.axis)
+    return y
+
+
+def split(stack: Array, parts: Sequence[Part]) -> list[Array]:
+    """A stack `[K, ...]` as one array per part."""
+    return jnp.split(stack, [sum(part.blocks for part in parts[:i]) for i in range(1, len(parts))])
+
+
+def uncut(plan: Plan, blocks: Blocks) -> list[Array | None]:
+    """Inverse of `cut`; None for what is left alone."""
     return [
         None if shape is None else blocking.put(cuts, shape, plan.block_size).reshape(-1, *group.shape)
-        for cuts, shape, group in zip(q, plan.shapes, plan.groups, strict=True)
+        for cuts, shape, group in zip(blocks, plan.shapes, plan.groups, strict=True)
     ]
 
 
@@ -118,9 +125,9 @@ def _matrix(blocks: Array, axis: int) -> Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _apply(p: Array, blocks: Array, axis: int) -> Array:
-    if axis + 2 == blocks.ndim:  # P is symmetric, and this way round nothing is transposed
+def _multiply(m: Array, blocks: Array, axis: int) -> Array:
+    if axis + 2 == blocks.ndim:  # this way round nothing is transposed
         x = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])
-        return jnp.matmul(x, p, precision=HIGHEST).reshape(blocks.shape)
-    q = jnp.matmul(p, _matrix(blocks, axis), precision=HIGHEST)
-    return jnp.moveaxis(q.reshape(jnp.moveaxis(blocks, axis + 1, 1).shape), 1, axis + 1)
+        return jnp.matmul(x, m.mT, precision=HIGHEST).reshape(blocks.shape)
+    y = jnp.matmul(m, _matrix(blocks, axis), precision=HIGHEST)
+    return jnp.moveaxis(y.reshape(jnp.moveaxis(blocks, axis + 1, 1).shape), 1, axis + 1)

@@ -1,0 +1,96 @@
+"""Checks the ledger against the operating system: the rise of a process's peak RSS over one training run.
+
+    python scripts/measure_rss.py [--blocks 16] [--json]
+
+A fresh process with a small malloc mmap threshold (so that freed memory really goes back) trains a stack of
+reversible blocks whose temporaries are large, and compares the rise of its peak RSS with what the ledger
+says was on the accelerator plus what it says was on the host. On a CPU both are this process's memory.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+
+THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "MALLOC_TRIM_THRESHOLD_": str(128 * 1024)}
+
+
+def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, float]:
+    """Trains three steps in this process. Sizes in bytes."""
+    import jax
+    import numpy as np
+    import optax
+    import psutil
+
+    from reversible_trainer.layers import Dense, Dup, FeedForward, HalfResidual, LossSerial, ReversibleSwap
+    from reversible_trainer.layers import CrossEntropy, Embedding, ReversibleConcatenatePair, ReversibleSerial, Serial
+    from reversible_trainer.streaming import Placement
+    from reversible_trainer.trainer import Trainer
+
+    half = HalfResidual(FeedForward(ff_width))
+    model = [
+        Serial(Embedding(64, width), Dup()),
+        *[ReversibleSerial(half, ReversibleSwap())] * blocks,
+        LossSerial(ReversibleConcatenatePair(), Dense(64), CrossEntropy()),
+    ]
+    tokens = np.zeros((1, rows), np.int32)
+    batch = (tokens, tokens, np.ones((1, rows), bool))
+    trainer = Trainer(model, optax.sgd, placement=Placement.pinned())
+    plan = trainer.plan(batch)  # compiles everything: the compiler's own memory is no part of the comparison
+    state = trainer.init(jax.random.key(0), batch)
+    state, metrics = trainer.step(state, batch, 1e-3)  # once, so that thread pools and code are in memory
+    float(metrics["loss"])
+    host_bytes = trainer.ledger.host_bytes
+    trainer.ledger.peak_bytes = 0
+    process = psutil.Process()
+    before = process.memory_info().rss - host_bytes
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.0005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(2):
+        state, metrics = trainer.step(state, batch, 1e-3)
+    float(metrics["loss"])
+    done.set()
+    watcher.join()
+    rise, ledger = peak[0] - before, trainer.ledger
+    return {
+        "blocks": blocks,
+        "temporary_bytes": max(p.temporary_bytes for p in trainer.programs),
+        "ledger_peak_bytes": ledger.peak_bytes,
+        "planned_peak_bytes": plan.peak_accelerator_bytes,
+        "host_bytes": ledger.peak_host_bytes,
+        "rss_rise_bytes": rise,
+        "ratio": rise / (ledger.peak_bytes + ledger.peak_host_bytes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=16, help="reversible blocks (default 16)")
+    parser.add_argument("--width", type=int, default=32, help="width of each residual stream (default 32)")
+    parser.add_argument("--ff-width", type=int, default=16384, help="width of the feed-forward layers (default 16384)")
+    parser.add_argument("--rows", type=int, default=4096, help="tokens (default 4096)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    arguments = parser.parse_args()
+    if not set(THRESHOLD) <= os.environ.keys():  # malloc reads its settings when the process starts
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, **THRESHOLD}).returncode)
+    result = measure(arguments.blocks, arguments.width, arguments.ff_width, arguments.rows)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(
+            "\n".join(
+                f"{k:20} {v / 2**20:10.1f} MiB" if "bytes" in k else f"{k:20} {v:10.3f}" for k, v in result.items()
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

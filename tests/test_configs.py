@@ -1,0 +1,38 @@
+"""Every configuration builds, trains one tiny step and says how it is used."""
+
+from pathlib import Path
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+from reversible_trainer import __main__ as command_line
+from reversible_trainer.trainer import Trainer
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.gin"))
+SMALL = [
+    "run.batch_size = 2",
+    "run.length = 8",
+    "reversible_transformer_lm.width = 8",
+    "reversible_transformer_lm.ff_width = 16",
+    "reversible_transformer_lm.depth = 1",
+]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_takes_one_tiny_step(path):
+    loop, _ = command_line._configure(str(path), SMALL)
+    settings = gin.get_bindings(loop.run)
+    trainer = Trainer(settings["blocks"], settings["optimizer"])
+    batch = settings["data"].batch(0, 0, settings["batch_size"], settings["length"])
+    state = trainer.init(jax.random.key(0), batch)
+    _, metrics = trainer.step(state, batch, settings["learning_rate"](0))
+    assert np.isfinite(metrics["loss"]) and int(metrics["skipped_blocks"]) == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_begins_with_command_time_and_result(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for word in ("command", "expected time", "expected result"):
+        assert any(line[1:].strip().startswith(word) for line in header), word
