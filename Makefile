@@ -2,6 +2,8 @@
 PYTHON ?= $(shell for v in 3.13 3.12 3.11; do python$$v -c '' 2>/dev/null && { echo python$$v; exit; }; done; echo python3)
 BIN := .venv/bin
 CONFIG ?= configs/shakespeare.gin
+# A test mostly waits for the compiler, which has one thread.
+PROCESSES := --numprocesses auto --maxprocesses 4
 OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
@@ -20,10 +22,10 @@ train: .venv/ready  ## the main job: a reversible language model, layer by layer
 	$(BIN)/python -m reversible_trainer train --config $(CONFIG) --output $(OUTPUT)
 
 test: .venv/ready  ## the tests, in under ten minutes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PROCESSES)
 
 test-all: .venv/ready  ## the slow tests too
-	$(BIN)/python -m pytest -m 'not accelerator'
+	$(BIN)/python -m pytest $(PROCESSES) -m 'not accelerator'
 
 test-accelerator: .venv/ready  ## the tests that need a GPU or TPU
 	$(BIN)/python -m pytest -m accelerator

@@ -128,8 +128,10 @@ class Trainer:
 
     def predict_signature(self, batch: Stack) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the logits for the inputs of a batch, nothing computed."""
-        loss = self._schedule(batch).blocks[-1]
-        (logits,) = jax.eval_shape(functools.partial(passes.predict, loss.layer), loss.weights, loss.state, loss.inputs)
+        block = self._schedule(batch).blocks[-1]
+        layer: Any = block.layer
+        predict = functools.partial(passes.predict, layer)
+        (logits,) = jax.eval_shape(predict, block.weights, block.state, block.inputs)
         return logits
 
     def step(self, state: TrainState, batch: Stack, learning_rate: Any) -> tuple[TrainState, Metrics]:

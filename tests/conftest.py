@@ -8,8 +8,8 @@ import pytest
 
 # Tests build the same programs again and again, in processes of their own too: the compiler's results are kept
 # for the length of the run.
-_compiled = tempfile.TemporaryDirectory(prefix="reversible_trainer_tests_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+_compiled = tempfile.TemporaryDirectory(prefix="reversible_trainer_tests_")  # removed when the first process ends
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -49,7 +49,7 @@ def inverse_root(s: Array, p: int, epsilon: Array | float, method: str | None = 
 
 
 def _eigh_root(s: Array, p: int, epsilon: Array) -> tuple[Array, Array]:
-    eigenvalues, v = _each(jnp.linalg.eigh, s)  # ascending
+    eigenvalues, v = _each(_eigh, s)  # ascending
     ridge = epsilon * jnp.maximum(eigenvalues[..., -1:], 1e-16)
     roots = (jnp.maximum(eigenvalues, 0) + ridge) ** (-1 / p)
     return _mm(v * roots[..., None, :], v.mT), jnp.all(jnp.isfinite(roots), -1)
@@ -262,7 +262,7 @@ def eigenbasis(s: Array) -> tuple[Array, Array]:
     frame = np.random.default_rng(0).normal(size=(n, n))
     wide = jnp.float32 if jax.default_backend() == "tpu" else jnp.float64
     with jax.enable_x64(True):
-        eigenvalues, v = _each(jnp.linalg.eigh, s.astype(wide))
+        eigenvalues, v = _each(_eigh, s.astype(wide))
         largest = eigenvalues[..., -1:, None]
         determined = eigenvalues[..., None, ::-1] > tolerance * largest
         kept = jnp.where(determined, v[..., ::-1], 0)
@@ -310,6 +310,10 @@ def power(t: Array, p: int) -> Array:
         t = _mm(t, t) if p else t
     assert result is not None, "the exponent must be positive"
     return result
+
+
+def _eigh(s: Array) -> Any:
+    return jnp.linalg.eigh(s, symmetrize_input=False)  # statistics are symmetric, and LAPACK reads one half
 
 
 def _mm(a: Array, b: Array) -> Array:

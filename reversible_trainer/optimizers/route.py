@@ -106,8 +106,10 @@ def scaled(optimizer: Factory, by: float) -> Factory:
     """
 
     def factory(learning_rate: Rate) -> optax.GradientTransformation:
-        rate = (lambda step: by * learning_rate(step)) if callable(learning_rate) else by * learning_rate
-        return optimizer(rate)
+        if not callable(learning_rate):
+            return optimizer(by * learning_rate)
+        schedule: Any = learning_rate
+        return optimizer(lambda step: by * schedule(step))
 
     return factory
 

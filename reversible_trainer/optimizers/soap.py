@@ -121,7 +121,8 @@ def soap(
         v = [
             jnp.where(first, v_, _mean(v_, g_ * g_, b2)) for v_, g_ in zip(slots.second_moment, rotated_g, strict=True)
         ]
-        steps = [_adam(m_, v_, t, b1, b2, eps, floor=not reference) for m_, v_ in zip(rotated_m, v, strict=True)]
+        floored = v if reference else [_floor(v_, axes) for v_, axes in zip(v, _rotated_axes(shapes), strict=True)]
+        steps = [_adam(m_, v_, t, b1, b2, eps) for m_, v_ in zip(rotated_m, floored, strict=True)]
         steps = _rotate(shapes, bases, steps)
         if not common.is_zero(weight_decay):
             w = common.stack(common.needs(params, "soap", "weight_decay"), shapes.groups)
@@ -171,15 +172,39 @@ def _rotate(shapes: statistics.Plan, matrices: Stacks, x: Stacks) -> list[Array]
     return [x_ if y_ is None else y_ for x_, y_ in zip(x, y, strict=True)]
 
 
-def _adam(m: Array, v: Array, t: Array, b1: Any, b2: Any, eps: Any, floor: bool) -> Array:
-    """Adam's step; `floor` keeps it small where all gradients were a rounding error of the largest."""
+def _adam(m: Array, v: Array, t: Array, b1: Any, b2: Any, eps: Any) -> Array:
     t_ = t.astype(m.dtype)
-    if floor:
-        least = (10 * matrix.resolution(v.dtype)) ** 2
-        v = jnp.maximum(v, least * jnp.max(v, tuple(range(1, v.ndim)), keepdims=True, initial=0))
     m = m / (1 - common.like(b1, m) ** t_)
     v = v / (1 - common.like(b2, v) ** t_)
     return m / (jnp.sqrt(v) + common.like(eps, v))
+
+
+def _rotated_axes(shapes: statistics.Plan) -> list[list[int]]:
+    """Per group, the axes of its stack that have a basis."""
+    parts = [part for parts in shapes.kinds.values() for part in parts]
+    return [sorted(part.axis + 1 for part in parts if part.group == i) for i in range(len(shapes.groups))]
+
+
+def _floor(v: Array, axes: Sequence[int]) -> Array:
+    """`v`, raised where it is a rounding error: m / sqrt(v) would be one rounding error over another.
+
+    The mean of `v` in a direction, an index along a rotated axis, estimates its eigenvalue.
+    Where that is unresolved, `v` is at least what independent directions with the least
+    resolved eigenvalue would give, lambda_i mu_j / trace; and it is nowhere below what a
+    rotation resolves.
+    """
+    if not axes:
+        return v
+    resolution, everything = matrix.resolution(v.dtype), tuple(range(1, v.ndim))
+    total = jnp.mean(v, everything, keepdims=True)
+    model, unresolved = total, jnp.zeros((), bool)
+    for axis in axes:
+        energy = jnp.mean(v, [a for a in everything if a != axis], keepdims=True)
+        least = resolution * jnp.max(energy, axis, keepdims=True)
+        model = model * jnp.maximum(energy, least) / jnp.maximum(total, jnp.finfo(v.dtype).tiny)
+        unresolved = unresolved | (energy < least)
+    v = jnp.where(unresolved, jnp.maximum(v, model), v)
+    return jnp.maximum(v, (10 * resolution) ** 2 * jnp.max(v, everything, keepdims=True))
 
 
 def _refresh(

@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "route": (route({"?": muon}, default=shampoo), EVERYTHING),
 }
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+one_of_each = pytest.mark.parametrize("name", ["shampoo", "orthogonalized", "muon", "soap", "route"])
 
 
 def case(name, dtype=jnp.float32):
@@ -101,7 +102,7 @@ def test_an_empty_tree_is_harmless(name):
     assert program(name)(0.1, {}, slots, {}, 0)[0] == {}
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "shampoo_reference"])  # which pads: test_golden.py
+@one_of_each
 def test_weights_apart_are_weights_together(name):
     factory, weights = case(name)
 
@@ -119,7 +120,7 @@ def test_weights_apart_are_weights_together(name):
     assert_trees_close(apart, whole, factor=10)  # reductions in another order, then inverse roots
 
 
-@every_optimizer
+@one_of_each
 def test_plain_optax_compositions(name):
     factory, weights = case(name)
     weights = {k: weights[k] for k in ("a", "vector") if k in weights}
@@ -170,7 +171,7 @@ def test_weights_are_asked_for_where_they_are_needed(factory):
     weights = {"a": jnp.ones((2, 2))}
     optimizer = factory(0.1, weight_decay=0.1, **keywords)
     with pytest.raises(ValueError, match=r"needs the weights; call update\(gradients, slots, weights\)"):
-        optimizer.update(weights, optimizer.init(weights))
+        jax.eval_shape(lambda w: optimizer.update(w, optimizer.init(w)), weights)
 
 
 def test_integers_are_refused():
@@ -189,12 +190,17 @@ def test_slot_bytes_per_weight():
 
 @pytest.mark.parametrize("name", ["shampoo", "soap", "muon"])
 def test_programs_do_not_grow_with_the_number_of_weights(name):
-    """The rule is traced once per shape; a weight adds the few operations that stack it and slice its update."""
+    """The rule is traced once per shape. A weight adds the few operations that stack it and take out its update.
+
+    None of them is a slice at a constant place: XLA compiles every such slice for itself.
+    """
     factory, _ = OPTIMIZERS[name]
 
     def operations(count):
         weights = {str(i): jax.ShapeDtypeStruct((16, 16), "float32") for i in range(count)}
         slots = jax.eval_shape(factory(0.1).init, weights)
-        return len(jax.make_jaxpr(factory(0.1).update)(weights, slots, weights).jaxpr.eqns)
+        equations = jax.make_jaxpr(factory(0.1).update)(weights, slots, weights).jaxpr.eqns
+        return len(equations), sum(equation.primitive.name == "slice" for equation in equations)
 
-    assert operations(64) - operations(4) <= 60 * 12
+    (few, few_slices), (many, many_slices) = operations(4), operations(64)
+    assert many - few <= 12 * 60 and many_slices == few_slices

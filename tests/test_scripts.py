@@ -1,0 +1,45 @@
+"""What the README claims, by the scripts that reproduce it, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def run(name, *arguments):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    command = [sys.executable, SCRIPTS / name, *map(str, arguments), "--json"]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def test_the_operating_system_agrees_with_the_ledger():
+    found = run("measure_rss.py", "--blocks", 16, "--rows", 1024)
+    assert found["temporary_bytes"] > 200e6
+    assert 0.85 <= found["ratio"] <= 1.15
+
+
+@pytest.mark.parametrize("placement", ["pinned", "shared"])
+def test_depth_costs_time_and_host_memory_but_no_accelerator_memory(placement):
+    ratios = []
+    for _ in range(3):  # the machine may be busy with something else for a while
+        found = run("bench_depth.py", "--placement", placement, "--width", 32, "--repeats", 11)
+        peaks = [row["peak_accelerator_bytes"] for row in found["rows"]]
+        assert max(peaks) <= 1.01 * min(peaks)
+        assert len({row["programs"] for row in found["rows"]}) == 1
+        ratios.append(found["slope_ratio"])
+        if ratios[-1] <= 1.1:
+            break
+    assert min(ratios) <= 1.1
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_explain_themselves(script):
+    finished = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert finished.returncode == 0 and "--json" in finished.stdout
