@@ -6,6 +6,7 @@ import argparse
 import difflib
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -38,10 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.command(options)
-    except (ValueError, TypeError, OSError, NotImplementedError, _ConfigError) as error:
+    except Exception as error:
         if os.environ.get("REVERSIBLE_TRAINER_DEBUG"):
             raise
-        print(f"reversible-trainer: {_explain(error)}", file=sys.stderr)
+        text = _explain(error)
+        if not isinstance(error, ValueError | TypeError | OSError | NotImplementedError | _ConfigError):
+            text = f"{type(error).__name__}: {text}. REVERSIBLE_TRAINER_DEBUG=1 shows where it came from."
+        print(f"reversible-trainer: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
@@ -112,21 +116,25 @@ def _plan(options: argparse.Namespace) -> None:
 
     from reversible_trainer.metrics import print_plan
 
-    trainer, settings = _build(*_configure(options.config, options.set))
+    loop, gin = _configure(options.config, options.set)
+    trainer, settings = _build(loop, gin)
+    loop.check_vocabulary(trainer, settings["data"], _signature(settings))
     print_plan(trainer.plan(_signature(settings)), Console())
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     loop, trainer, settings, state = _load(Path(options.checkpoint))
     batches = settings["data"].eval_batches(settings["batch_size"], settings["length"])
-    print(json.dumps({"step": state.step, **loop.evaluate(trainer, state, batches)}))
+    found = loop.evaluate(trainer, state, batches)
+    finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+    print(json.dumps({"step": state.step, **finite}))
 
 
 def _sample(options: argparse.Namespace) -> None:
     import itertools
 
-    if options.length < 0 or not options.temperature >= 0 or not options.prompt or options.seed < 0:
-        raise ValueError("sample: needs a prompt of at least one byte, and no negative length, temperature or seed.")
+    if options.length < 0 or not 0 <= options.temperature < 1e6 or not options.prompt or options.seed < 0:
+        raise ValueError("sample: needs a prompt, no negative length or seed, and a temperature from 0 to 1e6.")
     loop, trainer, settings, state = _load(Path(options.checkpoint))
     data = settings["data"]
     prompt = data.encode(options.prompt).tolist()
@@ -171,6 +179,7 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
             line, message = _explain_binding(error)
             where += f", line {line}" if line and part is text else ""
             raise _ConfigError(f"{where}: {message}") from error
+    _check_macros(gin.config_str(), file)
     bound = gin.get_bindings(loop.run, resolve_references=False)
     required = [p.name for p in inspect.signature(loop.run).parameters.values() if p.default is p.empty]
     missing = [f"run.{name}" for name in required if name not in bound]
@@ -183,9 +192,17 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
     return loop, gin
 
 
+def _check_macros(config: str, file: str) -> None:
+    """Refuses macros that nothing uses: as a rule they are settings whose first half was forgotten."""
+    for name in re.findall(r"^(\w+) =", config, re.MULTILINE):
+        if f"%{name}" not in config:
+            raise _ConfigError(f"{file}: {name!r} is set but nothing uses it; a setting reads 'name.parameter = value'")
+
+
 def _build(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
     """The trainer, and the arguments that `run` would get."""
     settings = gin.get_bindings(loop.run)
+    loop.check_settings(**settings)
     return loop.configured_trainer(settings["blocks"], settings["optimizer"]), settings
 
 

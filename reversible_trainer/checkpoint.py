@@ -34,6 +34,7 @@ from reversible_trainer.tree import TrainState, Tree, describe, path_name
 _FORMAT = 1
 _PARTS = ("weights", "slots", "states")
 _MANIFEST = "manifest.json"
+_DAMAGED = "Delete the checkpoint's folder, and train goes on from the one before."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ def save(
         json.dump(manifest, file, indent=1)
     for path in (*partial.iterdir(), partial):
         _sync(path)
-    if target.exists():  # it was passed over on resume, say because it is damaged
+    if target.exists():
         _remove(target)
     partial.rename(target)
     _sync(folder)
@@ -119,10 +120,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 f"restore: {path} has checkpoint format {manifest['format']}, this version of reversible_trainer "
                 f"reads {_FORMAT}. Use the version that wrote it."
             )
+        kinds = {"step": int, "key_impl": str, "config": str, "sha256": dict}
+        for name, kind in kinds.items():
+            if not isinstance(manifest[name], kind):
+                raise TypeError(f"{name} is {manifest[name]!r}")
         fields = manifest["description"]
         manifest["description"] = Description(tuple(fields["blocks"]), fields["optimizer"], fields["seed"])
     except (OSError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"restore: {path / _MANIFEST} is missing or damaged ({error!r}).") from None
+        raise ValueError(
+            f"restore: {path / _MANIFEST} is missing or damaged ({type(error).__name__}: {error}). {_DAMAGED}"
+        ) from None
     return manifest
 
 
@@ -222,9 +229,7 @@ def _open(path: Path, manifest: dict[str, Any]) -> Iterator[Any]:
     expected = manifest["sha256"].get(path.name)
     found = _sha256(path) if path.exists() else "no file"
     if found != expected:
-        raise ValueError(
-            f"restore: {path} is damaged: expected sha256 {expected}, got {found}. Use another checkpoint."
-        )
+        raise ValueError(f"restore: {path} is damaged: expected sha256 {expected}, got {found}. {_DAMAGED}")
     try:
         with safe_open(path, framework="numpy") as arrays:
             yield arrays

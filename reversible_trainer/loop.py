@@ -64,26 +64,8 @@ def run(
       token of the held-out part; `tokens_per_second`; `peak_accelerator_bytes`;
       `planned_accelerator_bytes`; `peak_host_bytes`. A finished run reports itself again.
     """
-    if not isinstance(blocks, Sequence) or not all(isinstance(block, Layer) for block in blocks):
-        raise TypeError(f"run.blocks must be a list of layers, as in @transformer_lm(); got {blocks!r}.")
-    if not callable(optimizer):
-        raise TypeError(f"run.optimizer must be a factory, as in @adam without parentheses; got {optimizer!r}.")
-    if not isinstance(data, TextData):
-        raise TypeError(f"run.data must be a data set, as in @shakespeare(); got {data!r}.")
-    for name, number in {"steps": steps, "batch_size": batch_size, "length": length}.items():
-        _check_whole(name, number, 1)
-    for name, number in {"eval_every": eval_every, "checkpoint_every": checkpoint_every}.items():
-        _check_whole(name, steps if number is None else number, 1)
-    _check_whole("seed", seed, 0)
-    rates = learning_rate if callable(learning_rate) else lambda step: learning_rate
-    try:
-        float(rates(0))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"run.learning_rate must be a number, or a schedule as in @cosine_decay_schedule(); got {learning_rate!r} "
-            f"({error})."
-        ) from None
-
+    numbers = (steps, batch_size, length, eval_every, checkpoint_every, seed)
+    rates = check_settings(blocks, optimizer, data, learning_rate, *numbers)
     console, output = Console(stderr=True), _prepared(Path(output))
     description = checkpoint.Description.of(blocks, optimizer, seed)
     saved = checkpoint.checkpoints(output / "checkpoints")
@@ -95,14 +77,11 @@ def run(
 
     trainer = configured_trainer(blocks, optimizer)
     batch = data.batch(seed, 0, batch_size, length)
-    known = trainer.predict_signature(batch).shape[-1]
-    if known < data.vocab_size:
-        raise ValueError(
-            f"run: the data has {data.vocab_size} tokens, but the model predicts {known}. Set the model's "
-            f"vocab_size to {data.vocab_size}."
-        )
+    check_vocabulary(trainer, data, batch)
     if saved:
         console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
+        for line in _changed(checkpoint.read_manifest(saved[-1])["config"], gin.config_str()):
+            console.print(f"  the configuration has changed: {line}", highlight=False, soft_wrap=True)
         expected = trainer.init_signature(batch)
         state = checkpoint.restore(saved[-1], expected, trainer.placement.to_host, description)
     else:
@@ -117,7 +96,7 @@ def run(
         result = {
             "step": steps,
             "loss": _mean([record["loss"] for record in log.records[-20:]]),
-            "first_loss": log.records[0]["loss"] if log.records else None,
+            "first_loss": next((record["loss"] for record in log.records if record["step"] == 1), None),
             "eval_loss": last["eval_loss"] if "eval_loss" in last else here.evaluate(state)["eval_loss"],
             "tokens_per_second": here.rate.per_second,
             "peak_accelerator_bytes": trainer.ledger.peak_bytes or None,  # null if all steps were done before
@@ -230,9 +209,59 @@ def generate(
         yield token
 
 
+def check_settings(
+    blocks: Any,
+    optimizer: Any,
+    data: Any,
+    learning_rate: Any,
+    steps: Any,
+    batch_size: Any,
+    length: Any,
+    eval_every: Any = None,
+    checkpoint_every: Any = None,
+    seed: Any = 0,
+    output: Any = None,
+) -> Callable[[int], Any]:
+    """Refuses what `run` cannot use, and returns the learning rate as a function of the steps done."""
+    if not isinstance(blocks, Sequence) or not all(isinstance(block, Layer) for block in blocks):
+        raise TypeError(f"run.blocks must be a list of layers, as in @transformer_lm(); got {blocks!r}.")
+    if not callable(optimizer):
+        raise TypeError(f"run.optimizer must be a factory, as in @adam without parentheses; got {optimizer!r}.")
+    if not isinstance(data, TextData):
+        raise TypeError(f"run.data must be a data set, as in @shakespeare(); got {data!r}.")
+    for name, number in {"steps": steps, "batch_size": batch_size, "length": length}.items():
+        _check_whole(name, number, 1)
+    for name, number in {"eval_every": eval_every, "checkpoint_every": checkpoint_every}.items():
+        _check_whole(name, steps if number is None else number, 1)
+    _check_whole("seed", seed, 0)
+    if not len(data.held_out):
+        raise ValueError("run.data has no held-out tokens to evaluate on; hold some part of it out.")
+    rates = learning_rate if callable(learning_rate) else lambda step: learning_rate
+    try:
+        float(rates(0))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"run.learning_rate must be a number, or a schedule as in @cosine_decay_schedule(); got {learning_rate!r} "
+            f"({error})."
+        ) from None
+    return rates
+
+
+def check_vocabulary(trainer: Trainer, data: TextData, batch: Batch) -> None:
+    """Refuses a model that does not know all of the data's tokens."""
+    known = trainer.predict_signature(batch).shape[-1]
+    if known < data.vocab_size:
+        raise ValueError(
+            f"run: the data has {data.vocab_size} tokens, but the model predicts {known}. Set the model's "
+            f"vocab_size to {data.vocab_size}."
+        )
+
+
 def _check_whole(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
         raise ValueError(f"run.{name} must be a whole number, at least {least}; got {value!r}.")
+    if value >= 2**31:
+        raise ValueError(f"run.{name} must be below 2^31; got {value!r}.")
 
 
 def _prepared(output: Path) -> Path:
@@ -261,6 +290,12 @@ def _steps_done(saved: list[Path], description: checkpoint.Description, steps: i
             "Set run.steps higher to go on, or start afresh in another output folder."
         )
     return manifest["step"]
+
+
+def _changed(old: str, new: str) -> list[str]:
+    """The settings, `name = value`, of the new configuration that are not in the old one."""
+    before = set(old.splitlines())
+    return [line for line in new.splitlines() if " = " in line and line not in before]
 
 
 def _stored_result(output: Path) -> Record:

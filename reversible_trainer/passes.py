@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate
-from reversible_trainer.tree import Array, Tree
+from reversible_trainer.tree import Array, Tree, describe
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
 
@@ -189,6 +189,13 @@ def _update(
         new: Any = optax.apply_updates(tree, updates)
         weights = new[layer.name]
     updated = jax.tree.map(_strong, (weights, slots, new_state))
+    for what, new, old in zip(("weights", "slots", "state"), updated, kept, strict=True):
+        if jax.tree.structure(new) != jax.tree.structure(old) or describe(new) != describe(old):
+            whose = f"{layer!r}: forward" if what == "state" else f"the optimizer, updating {layer.name},"
+            raise ValueError(
+                f"Trainer: {whose} must keep structure, shapes and dtypes of the {what}; expected "
+                f"({describe(old)}), got ({describe(new)})."
+            )
     weights, slots, state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), updated, kept)
     first = jnp.where((health.first < 0) & ~ok, index, health.first)
     return weights, slots, state, Health(ok, health.skipped + (~ok).astype(jnp.int32), first)

@@ -103,6 +103,30 @@ class Schedule:
             self._found[kind, index] = getattr(self, f"_{kind}")(block, block.layer)
         return self._found[kind, index]
 
+    def training_programs(self) -> None:
+        """Compiles all that a step runs: what is wrong shows before a state is consumed."""
+        for block in self.blocks:
+            for kind in ("loss",) if block.policy == "loss" else ("forward", "backward"):
+                self.program(kind, block.index)
+
+    def check_state(self, state: TrainState, parts: Sequence[str] = ("weights", "slots", "states")) -> None:
+        """Raises `ValueError` unless the state is one of these blocks and this optimizer."""
+        for part in parts:
+            entries, name = getattr(state, part), {"states": "state"}.get(part, part)
+            if len(entries) != len(self.blocks):
+                raise ValueError(
+                    f"Trainer: the state has {len(entries)} blocks, this trainer {len(self.blocks)}. "
+                    "Use the trainer whose init made the state."
+                )
+            for block, got in zip(self.blocks, entries, strict=True):
+                expected = getattr(block, name)
+                same = jax.tree.structure(expected) == jax.tree.structure(got)
+                if not same or describe(expected) != describe(got):
+                    raise ValueError(
+                        f"Trainer: {part} of block {block.index} {block.layer.name} are not this trainer's: expected "
+                        f"({describe(expected)}), got ({describe(got)}). Use the trainer whose init made the state."
+                    )
+
     @property
     def host_bytes(self) -> int:
         """Weights, slots and states of all blocks."""
@@ -121,8 +145,7 @@ class Schedule:
         outputs, memo = (), None
         if run:
             forward = functools.partial(passes.forward, layer)
-            outputs, new_state, memo = jax.eval_shape(forward, weights, state, inputs, self._clock, _INDEX)
-            _check_same(f"block {index} {layer!r}: forward must keep the state's", state, new_state)
+            outputs, _, memo = jax.eval_shape(forward, weights, state, inputs, self._clock, _INDEX)
         return ScheduledBlock(index, layer, policy, why, weights, slots, state, inputs, outputs, memo)
 
     # One method per kind of program: its function, its arguments and which of them it may overwrite.
@@ -196,11 +219,3 @@ def clock_signature() -> Clock:
 def rate_dtype() -> np.dtype:
     """The learning rate is float32, or float64 when JAX is in 64-bit mode."""
     return np.dtype(jax.dtypes.canonicalize_dtype(float))
-
-
-def _check_same(what: str, expected: Tree, got: Tree) -> None:
-    same = jax.tree.structure(expected) == jax.tree.structure(got)
-    if not same or describe(expected) != describe(got):
-        raise ValueError(
-            f"Trainer: {what} structure, shapes and dtypes; expected ({describe(expected)}), got ({describe(got)})."
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from reversible_trainer.streaming import (
     Placement,
     Programs,
 )
-from reversible_trainer.tree import Array, TrainState, Tree, describe, signature, tree_bytes, tree_size
+from reversible_trainer.tree import Array, TrainState, Tree, signature, tree_bytes, tree_size
 
 Metrics = dict[str, Array]
 _HELD_METRICS = 8  # steps whose metrics the plan lets a caller hold unread
@@ -96,8 +97,12 @@ class Trainer:
             raise NotImplementedError(f"Trainer({argument}=...): not yet; this version has only its default.")
         if policy not in ("auto", "recompute"):
             raise ValueError(f"Trainer(policy={policy!r}): expected 'auto' or 'recompute'.")
-        if prefetch < 0:
-            raise ValueError(f"Trainer(prefetch={prefetch}): expected a number of blocks, 0 or more.")
+        if type(prefetch) is not int or prefetch < 0:
+            raise ValueError(f"Trainer(prefetch={prefetch!r}): expected a number of blocks, 0 or more.")
+        if not isinstance(placement, Placement | None):
+            raise TypeError(
+                f"Trainer(placement={placement!r}): expected a Placement, as Placement.pinned() or Placement.shared()."
+            )
         self.blocks = _checked(blocks)
         self.optimizer = optimizer
         self.policy = policy
@@ -106,6 +111,7 @@ class Trainer:
         self.ledger = Ledger()
         self._accelerator = Accelerator(self.placement, self.ledger, prefetch)
         self._schedules: dict[Any, Schedule] = {}
+        self._returned: weakref.ref[TrainState] | None = None  # by the last step
 
     # What callers use.
 
@@ -150,18 +156,25 @@ class Trainer:
         """
         schedule = self._schedule(batch)
         rate = learning_rate if isinstance(learning_rate, jax.Array) else np.asarray(learning_rate)
-        if rate.shape != ():
-            raise ValueError(f"Trainer.step: the learning rate must be a scalar, got {describe(rate)}.")
+        if rate.shape != () or rate.dtype.kind not in "fiuV":  # V: bfloat16
+            raise ValueError(f"Trainer.step: the learning rate must be one number, got {learning_rate!r}.")
+        if self._returned is None or self._returned() is not state:  # what the last step returned fits
+            schedule.check_state(state)
+        schedule.training_programs()
         clock = Clock(state.key, np.int32(state.step), rate.astype(rate_dtype()))
         try:
-            return _train(self._accelerator, schedule, state.consume(), batch, clock)
+            state, metrics = _train(self._accelerator, schedule, state.consume(), batch, clock)
         except Exception as error:
             error.add_note(f"Step {clock.step + 1} had consumed its state: go on from the last checkpoint.")
             raise
+        self._returned = weakref.ref(state)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: Stack) -> Metrics:
         """`loss`, the loss layer's metrics and `weight` of a batch, deterministic (no dropout)."""
-        return _infer(self._accelerator, self._schedule(batch), state, batch, "evaluate")
+        schedule = self._schedule(batch)
+        schedule.check_state(state, ("weights", "states"))
+        return _infer(self._accelerator, schedule, state, batch, "evaluate")
 
     def predict(self, state: TrainState, inputs: Stack) -> Array:
         """The logits for `inputs`, the first stack without targets and mask; deterministic."""
@@ -190,8 +203,10 @@ class Trainer:
         return MemoryPlan(blocks, ledger.peak_bytes, ledger.peak_host_bytes, ledger.peak)
 
     def _schedule(self, batch: Stack, state: TrainState | None = None) -> Schedule:
-        if not isinstance(batch, tuple):
-            raise TypeError(f"Trainer: a batch is a tuple of arrays, the first stack; got a {type(batch).__name__}.")
+        if not isinstance(batch, tuple) or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in batch):
+            kinds = ", ".join(type(x).__name__ for x in batch) if isinstance(batch, tuple) else ""
+            got = f"a tuple of ({kinds})" if kinds else f"a {type(batch).__name__}"
+            raise TypeError(f"Trainer: a batch is a tuple of arrays, the first stack; got {got}.")
         key = (state is None, *((x.shape, x.dtype) for x in batch))
         if key not in self._schedules:
             schedule = Schedule(self.blocks, self.optimizer, self.policy, self.programs, signature(batch), state)

@@ -24,8 +24,19 @@ def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, floa
     import optax
     import psutil
 
-    from reversible_trainer.layers import Dense, Dup, FeedForward, HalfResidual, LossSerial, ReversibleSwap
-    from reversible_trainer.layers import CrossEntropy, Embedding, ReversibleConcatenatePair, ReversibleSerial, Serial
+    from reversible_trainer.layers import (
+        CrossEntropy,
+        Dense,
+        Dup,
+        Embedding,
+        FeedForward,
+        HalfResidual,
+        LossSerial,
+        ReversibleConcatenatePair,
+        ReversibleSerial,
+        ReversibleSwap,
+        Serial,
+    )
     from reversible_trainer.streaming import Placement
     from reversible_trainer.trainer import Trainer
 

@@ -11,6 +11,7 @@ import pytest
 _compiled = tempfile.TemporaryDirectory(prefix="reversible_trainer_tests_")  # removed when the first process ends
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the package does; here jax is imported first
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402  (reads the environment when it is imported)

@@ -54,6 +54,8 @@ def test_the_trainer_names_no_concrete_layer_and_no_optimizer():
 
 def test_the_package_imports_no_optional_package():
     program = "import sys, reversible_trainer; print(*sys.modules)"
-    loaded = set(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert "reversible_trainer.trainer" in loaded
     assert not loaded & {"trax", "flax", "equinox", "tensorflow", "tensorflow_datasets", "torch"}

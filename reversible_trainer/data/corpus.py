@@ -49,6 +49,8 @@ def shakespeare(held_out: Sequence[str] = HELD_OUT) -> TextData:
       'THE LIFE OF KING HENRY V'
     """
     works = shakespeare_works()
+    if isinstance(held_out, str) or not isinstance(held_out, Sequence):
+        raise TypeError(f"shakespeare.held_out must be a list of titles; got {held_out!r}.")
     for title in held_out:
         if title not in works:
             raise ValueError(f"shakespeare.held_out: no work is called {title!r}. The works are: {', '.join(works)}.")

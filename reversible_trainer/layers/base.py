@@ -292,6 +292,8 @@ def _check_by_value(layer: Layer, field: str, value: Any) -> None:
             f"{layer.name}({field}={value!r}): hyper-parameters must be hashable, since equal layers share one "
             f"compiled program; got a {type(value).__name__}. Use a tuple for a list, a frozen dataclass for a dict."
         ) from None
+    if value != value:
+        raise ValueError(f"{layer.name}({field}={value!r}): a hyper-parameter must equal itself.")
     local = isinstance(value, types.FunctionType) and (
         "<lambda>" in value.__qualname__ or "<locals>" in value.__qualname__
     )

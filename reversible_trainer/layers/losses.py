@@ -18,8 +18,9 @@ from reversible_trainer.tree import Array
 class CrossEntropy(LossLayer):
     """`(logits [..., V], targets [...], mask [...]) -> (loss_sum, weight_sum, correct_sum)`.
 
-    Targets are integers below V. The mask, bool or float, weighs each; where it is zero the
-    target may be anything. Sums are at least float32.
+    The mask, bool or float, weighs each target; where it is zero the target may be anything.
+    Negative targets (-1 is a common mark for padding) have no weight; a target of V or more
+    makes the loss NaN. Sums are at least float32.
     """
 
     @property
@@ -33,7 +34,7 @@ class CrossEntropy(LossLayer):
     def forward(self, weights, state, inputs, key, memo=None):
         logits, targets, mask = inputs
         logits = logits.astype(at_least_float32(logits.dtype))
-        mask = mask.astype(logits.dtype)
+        mask = jnp.where(targets < 0, 0, mask.astype(logits.dtype))
         targets = jnp.where(mask == 0, 0, targets)  # padding may be -1, whose loss would be nan: nan * 0 is no zero
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
         correct = (jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets).astype(logits.dtype)

@@ -121,11 +121,10 @@ def _sublayers(heads: int, ff_width: int, dropout: float) -> tuple[Layer, Layer]
 def _check(
     vocab_size: int, width: int, depth: int, heads: int, ff_width: int, dropout: float, max_length: int | None
 ) -> None:
-    sizes = {"vocab_size": vocab_size, "width": width, "ff_width": ff_width, "max_length": max_length}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"transformer: {name} must be at least 1; got {size}.")
-    if depth < 0:
-        raise ValueError(f"transformer: depth must be at least 0; got {depth}.")
+    sizes = {"vocab_size": vocab_size, "width": width, "depth": depth, "heads": heads, "ff_width": ff_width}
+    for name, size in {**sizes, "max_length": 1 if max_length is None else max_length}.items():
+        least = 0 if name == "depth" else 1
+        if type(size) is not int or size < least:
+            raise ValueError(f"transformer: {name} must be a whole number, at least {least}; got {size!r}.")
     head_width(width, heads)
     check_rate("transformer", dropout)

@@ -82,11 +82,11 @@ def test_weight_paths_and_shapes():
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        ({"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
-        ({"depth": -1}, "depth must be at least 0; got -1"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number, at least 1; got 0"),
+        ({"depth": -1}, "depth must be a whole number, at least 0; got -1"),
         ({"width": 16, "heads": 3}, "heads must divide the width; got heads=3, width=16"),
         ({"dropout": 1.0}, "dropout rate must be at least 0 and less than 1; got 1.0"),
-        ({"max_length": 0}, "max_length must be at least 1; got 0"),
+        ({"max_length": 0}, "max_length must be a whole number, at least 1; got 0"),
     ],
 )
 def test_arguments_that_make_no_model_are_refused(model, arguments, match):
