@@ -236,7 +236,7 @@ def check_settings(
     _check_whole("seed", seed, 0)
     if not len(data.held_out):
         raise ValueError("run.data has no held-out tokens to evaluate on; hold some part of it out.")
-    rates = learning_rate if callable(learning_rate) else lambda step: learning_rate
+    rates: Callable[[int], Any] = learning_rate if callable(learning_rate) else lambda step: learning_rate
     try:
         float(rates(0))
     except (TypeError, ValueError) as error:
