@@ -228,3 +228,25 @@ def test_a_batch_that_does_not_fit_is_refused():
         trainer.plan(list(batch()))
     with pytest.raises(ValueError, match=r"jax.random.key\(seed\)"):
         trainer.init(jax.random.PRNGKey(0), batch())
+
+
+def widening(learning_rate):
+    """Keeps bfloat16 slots, and returns float32 ones."""
+    init = lambda weights: jax.tree.map(lambda w: jnp.zeros_like(w, jnp.bfloat16), weights)  # noqa: E731
+    return optax.GradientTransformation(init, recorded_gradients(learning_rate).update)
+
+
+def test_slots_that_change_are_refused_before_the_state_is_consumed():
+    trainer = Trainer(lm(0), widening)
+    state = trainer.init(jax.random.key(0), batch())
+    with pytest.raises(ValueError, match="must keep structure, shapes and dtypes of the slots.*bfloat16.*float32"):
+        trainer.step(state, batch(), 0.1)
+    assert state.step == 0
+
+
+def test_a_state_of_another_optimizer_is_refused_and_stays_usable():
+    trainer, other = Trainer(lm(0), optax.sgd), Trainer(lm(0), optax.adam)
+    state = trainer.init(jax.random.key(0), batch())
+    with pytest.raises(ValueError, match="slots of block 0 Serial are not this trainer's"):
+        other.step(state, batch(), 0.1)
+    trainer.step(state, batch(), 0.1)

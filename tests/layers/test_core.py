@@ -174,3 +174,12 @@ def test_loss_serial_refuses():
         LossSerial(Dense(4))
     with pytest.raises(ValueError, match="the loss must take all that is left; 1 remain"):
         LossSerial(Dup(), Select((0, 2, 3, 1)), CrossEntropy())
+
+
+def test_negative_targets_have_no_weight():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 5)), jnp.float32)
+    marked, mask = jnp.array([[1, -1, 3, -100]]), jnp.ones((1, 4), bool)
+    sums, _, _ = CrossEntropy().forward((), (), (logits, marked, mask), None)
+    hidden = jnp.array([[True, False, True, False]])
+    expected, _, _ = CrossEntropy().forward((), (), (logits, jnp.maximum(marked, 0), hidden), None)
+    assert [float(x) for x in sums] == [float(x) for x in expected] and float(sums[1]) == 2
