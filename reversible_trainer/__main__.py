@@ -118,8 +118,9 @@ def _plan(options: argparse.Namespace) -> None:
 
     loop, gin = _configure(options.config, options.set)
     trainer, settings = _build(loop, gin)
-    loop.check_vocabulary(trainer, settings["data"], _signature(settings))
-    print_plan(trainer.plan(_signature(settings)), Console())
+    batch = _signature(settings)
+    loop.check_vocabulary(trainer, settings["data"], batch)
+    print_plan(trainer.plan(batch), Console())
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate
-from reversible_trainer.tree import Array, Tree, describe
+from reversible_trainer.tree import Array, Tree, describe, same_signature
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
 
@@ -190,7 +190,7 @@ def _update(
         weights = new[layer.name]
     updated = jax.tree.map(_strong, (weights, slots, new_state))
     for what, new, old in zip(("weights", "slots", "state"), updated, kept, strict=True):
-        if jax.tree.structure(new) != jax.tree.structure(old) or describe(new) != describe(old):
+        if not same_signature(new, old):
             whose = f"{layer!r}: forward" if what == "state" else f"the optimizer, updating {layer.name},"
             raise ValueError(
                 f"Trainer: {whose} must keep structure, shapes and dtypes of the {what}; expected "

@@ -15,7 +15,7 @@ from reversible_trainer import passes
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, is_differentiable, put, take
 from reversible_trainer.passes import Clock, Health, Optimizer
 from reversible_trainer.streaming import Program, Programs
-from reversible_trainer.tree import TrainState, Tree, describe, signature, tree_bytes
+from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
 
 Policy = Literal["reverse", "recompute", "loss"]
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -35,6 +35,11 @@ class ScheduledBlock:
     inputs: Stack
     outputs: Stack
     memo: Tree
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of program that a training step runs for it."""
+        return ("loss",) if self.policy == "loss" else ("forward", "backward")
 
     @property
     def host_bytes(self) -> int:
@@ -106,7 +111,7 @@ class Schedule:
     def training_programs(self) -> None:
         """Compiles all that a step runs: what is wrong shows before a state is consumed."""
         for block in self.blocks:
-            for kind in ("loss",) if block.policy == "loss" else ("forward", "backward"):
+            for kind in block.kinds:
                 self.program(kind, block.index)
 
     def check_state(self, state: TrainState, parts: Sequence[str] = ("weights", "slots", "states")) -> None:
@@ -120,8 +125,7 @@ class Schedule:
                 )
             for block, got in zip(self.blocks, entries, strict=True):
                 expected = getattr(block, name)
-                same = jax.tree.structure(expected) == jax.tree.structure(got)
-                if not same or describe(expected) != describe(got):
+                if not same_signature(expected, got):
                     raise ValueError(
                         f"Trainer: {part} of block {block.index} {block.layer.name} are not this trainer's: expected "
                         f"({describe(expected)}), got ({describe(got)}). Use the trainer whose init made the state."

@@ -227,8 +227,8 @@ def _init(accelerator: Accelerator, schedule: Schedule, key: Array) -> TrainStat
     for block in schedule.blocks:
         accelerator.ledger.block = block.index
         made = accelerator.run(schedule.program("init", block.index), key, np.int32(block.index))
-        for entries, tree in zip((state.weights, state.slots, state.states), made, strict=True):
-            entries.append(accelerator.fetch(tree))
+        for entries, tree in zip((state.weights, state.slots, state.states), accelerator.fetch(made), strict=True):
+            entries.append(tree)
     accelerator.finish()
     return state
 
@@ -285,7 +285,7 @@ def _train(
             )
             stack = put(stack, inputs if block.policy == "reverse" else entries)
             cotangents = put(cotangents, inputs_ct)
-        state.weights[i], state.slots[i], state.states[i] = map(accelerator.fetch, updated)
+        state.weights[i], state.slots[i], state.states[i] = accelerator.fetch(tuple(updated))
     accelerator.finish()
     ledger.block = None
     state.step += 1
@@ -330,8 +330,7 @@ def _checked(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _block_plan(schedule: Schedule, block: ScheduledBlock, peak_bytes: int) -> BlockPlan:
-    kinds = ("loss",) if block.policy == "loss" else ("forward", "backward")
-    programs = [schedule.program(kind, block.index) for kind in kinds]
+    programs = [schedule.program(kind, block.index) for kind in block.kinds]
     return BlockPlan(
         name=block.layer.name,
         policy=block.policy,

@@ -67,6 +67,11 @@ def describe(tree: Tree) -> str:
     return ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(tree)) or "nothing"
 
 
+def same_signature(a: Tree, b: Tree) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and describe(a) == describe(b)
+
+
 _FIELDS = ("step", "key", "weights", "slots", "states")
 
 

@@ -80,6 +80,30 @@ def test_back_pressure_bounds_what_is_on_its_way():
         assert max(seen) <= (2 * prefetch + 2) * block + activations
 
 
+def test_write_back_never_waits_for_the_program_just_enqueued(monkeypatch):
+    trainer = Trainer(lm(4), optax.adam, placement=Placement.pinned())
+    state = trainer.init(jax.random.key(0), batch())
+    state, _ = trainer.step(state, batch(), 0.1)
+    enqueued, waits = [0], []
+    execute, fetch = trainer.placement.execute, trainer.placement.fetch
+
+    def counting(program, leaves):
+        enqueued[0] += 1
+        return execute(program, leaves)
+
+    def fetching(tree):
+        pending, at = fetch(tree), enqueued[0]
+        wait = pending.wait
+        pending.wait = lambda: (waits.append(enqueued[0] - at), wait())
+        return pending
+
+    monkeypatch.setattr(trainer.placement, "execute", counting)
+    monkeypatch.setattr(trainer.placement, "fetch", fetching)
+    trainer.step(state, batch(), 0.1)
+    assert len(waits) == 4  # six blocks come back, two of them are under way when the step returns
+    assert min(waits) >= 1
+
+
 def test_blocks_that_differ_only_in_a_dropout_rate_get_different_programs():
     def programs(*rates):
         hidden = [Serial(Dense(8), Dropout(rate)) for rate in rates]

@@ -100,7 +100,10 @@ class Accelerator:
         self.ledger.host(-sum(left_host))
 
     def fetch(self, tree: Tree) -> Tree:
-        """Starts copying to the host; the result may be used at once. At most `prefetch` + 1 are under way."""
+        """Starts copying a block's arrays to the host, all in one call; the result may be used at once.
+
+        At most `prefetch` + 1 calls are under way: more calls for a block would wait for its own program.
+        """
         pending = self.placement.fetch(tree)
         self.ledger.host(tree_bytes(tree))
         if self.placement.same_memory:
