@@ -21,8 +21,9 @@ from reversible_trainer import checkpoint
 from reversible_trainer.data import Batch, TextData
 from reversible_trainer.layers.base import Layer
 from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses, print_plan
+from reversible_trainer.optimizers import unmatched
 from reversible_trainer.trainer import Trainer
-from reversible_trainer.tree import TrainState
+from reversible_trainer.tree import TrainState, path_name
 
 configured_trainer = cast(type[Trainer], gin.external_configurable(Trainer, "Trainer"))
 
@@ -78,6 +79,7 @@ def run(
     trainer = configured_trainer(blocks, optimizer)
     batch = data.batch(seed, 0, batch_size, length)
     check_vocabulary(trainer, data, batch)
+    check_routes(trainer, batch)
     if saved:
         console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
         for line in _changed(checkpoint.read_manifest(saved[-1])["config"], gin.config_str()):
@@ -158,11 +160,12 @@ class _Run:
 
     def _record(self, step: int, learning_rate: Any, metrics: dict[str, Any]) -> Record:
         """Reads a step's metrics, which waits until it is done, and shows them."""
-        loss, accuracy, skipped = (float(metrics[name]) for name in ("loss", "accuracy", "skipped_blocks"))
+        loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
         self.rate.add(self.batch_size * self.length)
         self.progress.show(step, loss, self.rate.per_second, self.trainer.ledger.peak_bytes)
         record = {"step": step, "loss": loss, "accuracy": accuracy, "learning_rate": float(learning_rate)}
-        return {**record, "skipped_blocks": int(skipped)} if skipped else record
+        counts = {name: int(metrics[name]) for name in ("skipped_blocks", "optimizer_failures")}
+        return record | {name: count for name, count in counts.items() if count}
 
     def _save(self, state: TrainState) -> None:
         self.log.sync()
@@ -254,6 +257,18 @@ def check_vocabulary(trainer: Trainer, data: TextData, batch: Batch) -> None:
         raise ValueError(
             f"run: the data has {data.vocab_size} tokens, but the model predicts {known}. Set the model's "
             f"vocab_size to {data.vocab_size}."
+        )
+
+
+def check_routes(trainer: Trainer, batch: Batch) -> None:
+    """Refuses a `route` with a rule for no weights at all: a misspelt pattern would silently do nothing."""
+    state = trainer.init_signature(batch)
+    if idle := unmatched(state.slots):
+        named = {block.name: weights for block, weights in zip(trainer.blocks, state.weights, strict=True)}
+        known = (path_name(path) for path, _ in jax.tree.leaves_with_path(named))
+        raise ValueError(
+            f"route: no weights match {', '.join(map(repr, idle))}. Mend or remove the rule; the paths are: "
+            f"{', '.join(known)}."
         )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate
-from reversible_trainer.tree import Array, Tree, describe, same_signature
+from reversible_trainer.tree import Array, Tree, describe, same_signature, total
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
 
@@ -35,11 +35,14 @@ class Health(NamedTuple):
       ok: bool; False from the first block on whose gradients were not finite.
       skipped: int32, number of blocks left as they were.
       first: int32, index of the first of them, -1 if none.
+      failures: int32, what the optimizers' slots have counted under that name: roots and
+        the like that were not finite and so not taken, since the run began.
     """
 
     ok: Any
     skipped: Any
     first: Any
+    failures: Any
 
 
 def init(layer: Layer, optimizer: Optimizer, inputs: Stack, key: Array, index: Array) -> tuple[Tree, Tree, Tree]:
@@ -56,7 +59,7 @@ def init(layer: Layer, optimizer: Optimizer, inputs: Stack, key: Array, index: A
     if jax.tree.leaves(weights):
         with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
             slots = optimizer(0.0).init({layer.name: weights})
-    return jax.tree.map(_strong, (weights, slots, state))
+    return strong((weights, slots, state))
 
 
 def forward(
@@ -131,7 +134,8 @@ def loss(
     sums, new_state, _, pullback = differentiate(layer, weights, state, inputs, clock.block_key(index))
     input_cts, grads = pullback((jnp.ones_like(sums[0]), *map(jnp.zeros_like, sums[1:])))
     ok = jnp.isfinite(sums[0]) & (sums[1] > 0)
-    health = Health(ok, jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32))
+    none = jnp.zeros((), jnp.int32)
+    health = Health(ok, none, none - 1, none)
     weights, slots, state, health = _update(
         layer, optimizer, weights, slots, state, new_state, grads, clock, sums[1], health, index
     )
@@ -188,7 +192,7 @@ def _update(
         updates, slots = update(optimizer, clock.learning_rate, {layer.name: grads}, slots, tree, index)
         new: Any = optax.apply_updates(tree, updates)
         weights = new[layer.name]
-    updated = jax.tree.map(_strong, (weights, slots, new_state))
+    updated = strong((weights, slots, new_state))
     for what, new, old in zip(("weights", "slots", "state"), updated, kept, strict=True):
         if not same_signature(new, old):
             whose = f"{layer!r}: forward" if what == "state" else f"the optimizer, updating {layer.name},"
@@ -198,10 +202,10 @@ def _update(
             )
     weights, slots, state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), updated, kept)
     first = jnp.where((health.first < 0) & ~ok, index, health.first)
-    return weights, slots, state, Health(ok, health.skipped + (~ok).astype(jnp.int32), first)
+    health = Health(ok, health.skipped + (~ok).astype(jnp.int32), first, health.failures + total(slots, "failures"))
+    return weights, slots, state, health
 
 
-def _strong(x: Any) -> Array:
-    """Without JAX's weak type, which would make the next call's arguments differ from this one's."""
-    x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype)
+def strong(tree: Tree) -> Tree:
+    """Without JAX's weak types, which would make the next call's arguments differ from this one's."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), tree)

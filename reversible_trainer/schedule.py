@@ -209,9 +209,7 @@ class Schedule:
         return sums[1]
 
 
-_HEALTH = Health(
-    jax.ShapeDtypeStruct((), jnp.bool_), jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-)
+_HEALTH = Health(jax.ShapeDtypeStruct((), jnp.bool_), _INDEX, _INDEX, _INDEX)
 
 
 def clock_signature() -> Clock:

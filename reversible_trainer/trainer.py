@@ -152,7 +152,9 @@ class Trainer:
           `(state, metrics)`. The metrics are scalars on the accelerator: `loss`, what the
           loss layer counts, `weight`, and `skipped_blocks` with `first_skipped_block`: how
           many blocks were left as they were because the loss or a gradient was not finite
-          or the batch had no weight, and the first of them in the sweep (-1: none).
+          or the batch had no weight, and the first of them in the sweep (-1: none); and
+          `optimizer_failures`: how many roots, bases and statistics were not finite and so
+          not taken since the run began.
         """
         schedule = self._schedule(batch)
         rate = learning_rate if isinstance(learning_rate, jax.Array) else np.asarray(learning_rate)
@@ -290,7 +292,8 @@ def _train(
     ledger.block = None
     state.step += 1
     assert health is not None
-    return state, {**metrics, "skipped_blocks": health.skipped, "first_skipped_block": health.first}
+    counts = {"skipped_blocks": health.skipped, "first_skipped_block": health.first}
+    return state, {**metrics, **counts, "optimizer_failures": health.failures}
 
 
 def _infer(accelerator: Accelerator, schedule: Schedule, state: TrainState, batch: Stack, last_kind: str) -> Any:

@@ -56,6 +56,18 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def total(tree: Tree, name: str) -> Array:
+    """Sum of all leaves called `name`, which are int32 scalars.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> int(total({"a": {"failures": jnp.int32(2)}, "b": {"failures": jnp.int32(1), "x": jnp.int32(5)}}, "failures"))
+      3
+    """
+    counts = [x for path, x in jax.tree_util.tree_leaves_with_path(tree) if path and path_name(path[-1:]) == name]
+    return sum(counts, jnp.zeros((), jnp.int32))
+
+
 def describe(tree: Tree) -> str:
     """Shapes and dtypes of a tree's arrays on one line.
 

@@ -29,6 +29,7 @@ from reversible_trainer.layers import (
 )
 from reversible_trainer.layers.attention import head_width
 from reversible_trainer.layers.core import check_rate
+from reversible_trainer.optimizers import Factory, route
 
 
 @gin.configurable
@@ -109,6 +110,25 @@ def reversible_transformer_lm(
         *[block] * depth,
         LossSerial(ReversibleConcatenatePair(), RMSNorm(), Dense(vocab_size, use_bias=False), CrossEntropy()),
     ]
+
+
+@gin.configurable
+def transformer_route(matrices: Factory, others: Factory) -> Factory:
+    """The usual routing for both models: the blocks' matrices to one optimizer, all else to another.
+
+    Args:
+      matrices: Factory for the kernels of attention and feed-forward, such as Shampoo, SOAP or Muon.
+      others: Factory for the embedding, the head, and the norms' scales, such as Adam.
+
+    Returns:
+      A factory, as of `route`.
+
+    Example:
+      >>> import optax
+      >>> from reversible_trainer.optimizers import muon
+      >>> optimizer = transformer_route(muon, optax.adamw)
+    """
+    return route({"*/Serial/*/kernel": matrices}, default=others)
 
 
 def _sublayers(heads: int, ff_width: int, dropout: float) -> tuple[Layer, Layer]:

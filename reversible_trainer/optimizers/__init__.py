@@ -18,6 +18,7 @@ from reversible_trainer.optimizers.orthogonalized import orthogonalized as ortho
 from reversible_trainer.optimizers.route import RouteSlots as RouteSlots
 from reversible_trainer.optimizers.route import route as route
 from reversible_trainer.optimizers.route import scaled as scaled
+from reversible_trainer.optimizers.route import unmatched as unmatched
 from reversible_trainer.optimizers.shampoo import ShampooSlots as ShampooSlots
 from reversible_trainer.optimizers.shampoo import shampoo as shampoo
 from reversible_trainer.optimizers.soap import SoapSlots as SoapSlots

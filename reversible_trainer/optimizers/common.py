@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from reversible_trainer.tree import Array, Tree, path_name, tree_bytes, tree_size
+from reversible_trainer.tree import Array, Tree, path_name, total, tree_bytes, tree_size
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,12 +126,10 @@ def increment(step: Array) -> Array:
 
 
 def due(step: Array, every: int, block_index: Array | int | None = None) -> Array | bool:
-    """Whether what is done every so many updates is due: staggered by `block_index`, but always in update 0."""
+    """Whether what is done every so many updates is due, staggered by `block_index`."""
     if every == 1:
         return True
-    if block_index is None:
-        return step % every == 0
-    return (step == 0) | ((step + jnp.asarray(block_index).astype(step.dtype)) % every == 0)
+    return (step + jnp.asarray(0 if block_index is None else block_index).astype(step.dtype)) % every == 0
 
 
 def when(condition: Array | bool, compute: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
@@ -217,8 +215,7 @@ def failures(slots: Tree) -> Array:
       >>> int(failures(shampoo(0.1).init({"kernel": jnp.ones((4, 4))})))
       0
     """
-    counts = [x for path, x in jax.tree.leaves_with_path(slots) if path and path_name(path[-1:]) == "failures"]
-    return sum(counts, jnp.zeros((), jnp.int32))
+    return total(slots, "failures")
 
 
 def slot_bytes_per_weight(factory: Factory, weights: Tree) -> float:

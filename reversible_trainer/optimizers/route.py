@@ -20,7 +20,7 @@ class RouteSlots(NamedTuple):
     """Slots of `route`.
 
     Attributes:
-      by_pattern: Pattern (or "default") to the slots of its optimizer, for rules that match something.
+      by_pattern: Pattern (or "default") to the slots of its optimizer, None where it matches nothing.
     """
 
     by_pattern: dict[str, Any]
@@ -69,7 +69,7 @@ def route(rules: Mapping[str, Factory], default: Factory | None = None) -> Facto
 
         def init(params: Tree) -> RouteSlots:
             parts = _split(params, _assign(params, factories))
-            return RouteSlots({pattern: optimizers[pattern].init(part) for pattern, part in parts.items()})
+            return RouteSlots({p: optimizers[p].init(parts[p]) if p in parts else None for p in factories})
 
         def update(updates: Tree, state: Any, params: Tree | None = None, **extra: Any) -> tuple[Tree, RouteSlots]:
             slots: RouteSlots = state
@@ -77,7 +77,7 @@ def route(rules: Mapping[str, Factory], default: Factory | None = None) -> Facto
             gradients = _split(updates, owners)
             weights = _split(params, owners) if params is not None else dict.fromkeys(gradients)
             new: dict[str, Any] = {}
-            new_slots = {}
+            new_slots = dict(slots.by_pattern)
             for pattern, g in gradients.items():
                 optimizer = optimizers[pattern]
                 part: Any
@@ -88,6 +88,24 @@ def route(rules: Mapping[str, Factory], default: Factory | None = None) -> Facto
         return optax.GradientTransformationExtraArgs(init, update)
 
     return routed
+
+
+def unmatched(slots: Tree) -> list[str]:
+    """The patterns of `route` that match none of the weights whose slots a tree holds.
+
+    Args:
+      slots: Of all blocks of a model, or their signatures.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = route({"*/scale": optax.sgd, "*/kernl": optax.adam}, default=optax.adam)(0.1)
+      >>> unmatched([optimizer.init({"norm": {"scale": jnp.ones(2)}}), optimizer.init({"kernel": jnp.ones(2)})])
+      ['*/kernl']
+    """
+    leaves = jax.tree.leaves(slots, is_leaf=lambda x: isinstance(x, RouteSlots))
+    rules = [rule for routed in leaves if isinstance(routed, RouteSlots) for rule in routed.by_pattern.items()]
+    matched = {pattern for pattern, part in rules if part is not None}
+    return [pattern for pattern in dict(rules) if pattern not in matched and pattern != _DEFAULT]
 
 
 @gin.configurable

@@ -101,7 +101,7 @@ def shampoo(
         of the tree; who updates layer by layer passes the largest of the model.
       root: "eigh" (in float64) or "newton" (matrix products only). By default "eigh" on a CPU.
       stagger: Compute roots when the update's number plus the extra argument `block_index` is
-        a multiple of `preconditioning_compute_steps`, and in update 0.
+        a multiple of `preconditioning_compute_steps`. Until then a block follows the graft.
 
     Example:
       >>> import jax.numpy as jnp
@@ -184,6 +184,9 @@ def shampoo(
             (g_ if g_.ndim == 1 else f_) if q_ is None else q_
             for q_, f_, g_ in zip(statistics.uncut(shapes, statistics.multiply(shapes, p, blocks)), f, g, strict=True)
         ]
+        if stagger and block_index is not None:  # without roots yet, q would be the gradient
+            started = t >= -jnp.asarray(block_index).astype(t.dtype) % preconditioning_compute_steps
+            q = [jnp.where(started, q_, f_) for q_, f_ in zip(q, f, strict=True)]
         u = [q_ * (common.norms(f_) / (common.norms(q_) + 1e-16)) for q_, f_ in zip(q, f, strict=True)]
 
         decay = None

@@ -20,7 +20,7 @@ def load(optimizer, variant):
     """Initial weights, gradients and golden weights, as dicts from name to array (step first)."""
     info, golden = META[optimizer][variant], np.load(HERE / f"{optimizer}_f64.npz")
     names = [key.removeprefix(f"{variant}/") for key in golden.files if key.startswith(f"{variant}/")]
-    weights = {n: jnp.asarray(INPUTS[f"{info['inputs']}/params/{n}"], jnp.float64) for n in names}
+    weights = {n: np.asarray(INPUTS[f"{info['inputs']}/params/{n}"], np.float64) for n in names}
     steps = len(golden[f"{variant}/{names[0]}"])
     scale = np.float64(np.float32(info.get("grad_scale", 1.0)))
     gradients = {n: (INPUTS[f"{info['inputs']}/grads/{n}"][:steps] * scale).astype(np.float32) for n in names}
@@ -53,7 +53,7 @@ def build(optimizer, hyper):
         "steps": hyper["steps"],
         "scale": hyper["scale"],
         "extra_scale": hyper["extra"],
-        "split": {"qkv": hyper["split"]} if "split" in hyper else None,
+        "split": {"*qkv": hyper["split"]} if "split" in hyper else None,
         "output_axis": 0,
         "matmul_precision": hyper["fp32_matmul_prec"],
     }

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from reversible_trainer import optimizers
-from reversible_trainer.optimizers import muon, named, route, shampoo
+from reversible_trainer.optimizers import muon, named, route, shampoo, unmatched
 
 WEIGHTS = {"norm": {"scale": jnp.ones(4)}, "dense": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
 
@@ -32,9 +32,11 @@ def test_every_weight_goes_to_the_optimizer_of_its_pattern():
     assert [m.shape for m in slots.by_pattern["default"].momentum] == [(1, 4, 4)]
 
 
-def test_rules_without_weights_have_no_slots():
-    _, slots = one_update(route({"*/embedding": optax.adam}, optax.sgd))
-    assert list(slots.by_pattern) == ["default"]
+def test_rules_without_weights_have_no_slots_and_are_known():
+    _, slots = one_update(route({"*/embedding": optax.adam, "*/scale": optax.sgd}, optax.sgd))
+    assert slots.by_pattern["*/embedding"] is None
+    assert unmatched([slots, ()]) == ["*/embedding"]
+    assert unmatched([slots, slots._replace(by_pattern={"*/embedding": ()})]) == []
 
 
 def test_extra_arguments_reach_those_that_take_them():
