@@ -15,7 +15,7 @@ help:  ## this list
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else f"reversible_trainer needs Python 3.11 or later; $(PYTHON) is {v}. Name another one: make PYTHON=/path/to/python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,interop]'
 	@touch $@
 
 train: .venv/ready  ## the main job: a reversible language model, layer by layer, with fused Shampoo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,10 +11,31 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate
+from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate, linearize, pull
 from reversible_trainer.tree import Array, Tree, describe, same_signature, total
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recipe:
+    """How weights are computed with and updated.
+
+    Attributes:
+      optimizer: Factory, learning rate -> `optax.GradientTransformation`.
+      compute_dtype: What the blocks compute in; None: in the dtype of the weights.
+      clip_per_block: Largest norm of one block's gradients, or None.
+      clip_global: Largest norm of all gradients together, or None.
+    """
+
+    optimizer: Optimizer
+    compute_dtype: Any = None
+    clip_per_block: float | None = None
+    clip_global: float | None = None
+
+    def cast(self, weights: Tree) -> Tree:
+        """Weights as the blocks compute with them."""
+        return weights if self.compute_dtype is None else jax.tree.map(lambda w: w.astype(self.compute_dtype), weights)
 
 
 class Clock(NamedTuple):
@@ -23,29 +45,32 @@ class Clock(NamedTuple):
     step: Any
     learning_rate: Any
 
-    def block_key(self, index: Array) -> Array:
-        """The key of one block in this step."""
-        return jax.random.fold_in(jax.random.fold_in(self.key, self.step), index)
+    def pass_key(self, index: Array, microbatch: Array) -> Array:
+        """The key of one block's pass over one microbatch in this step."""
+        block_key = jax.random.fold_in(jax.random.fold_in(self.key, self.step), index)
+        return jax.random.fold_in(block_key, microbatch)
 
 
 class Health(NamedTuple):
-    """Handed down the backward sweep: whether to update, and what was not.
+    """Handed from block to block: whether to update, and what was not.
 
     Attributes:
       ok: bool; False from the first block on whose gradients were not finite.
+      first: int32, index of that block, -1 if there is none.
+      square: Sum of the squares of the gradients so far, float32 or wider.
       skipped: int32, number of blocks left as they were.
-      first: int32, index of the first of them, -1 if none.
       failures: int32, what the optimizers' slots have counted under that name: roots and
         the like that were not finite and so not taken, since the run began.
     """
 
     ok: Any
-    skipped: Any
     first: Any
+    square: Any
+    skipped: Any
     failures: Any
 
 
-def init(layer: Layer, optimizer: Optimizer, inputs: Stack, key: Array, index: Array) -> tuple[Tree, Tree, Tree]:
+def init(layer: Layer, recipe: Recipe, inputs: Stack, key: Array, index: Array) -> tuple[Tree, Tree, Tree]:
     """`(weights, slots, state)` of a new block; `inputs` are signatures."""
     weights, state = layer.init(jax.random.fold_in(key, index), inputs)
     for path, x in jax.tree_util.tree_leaves_with_path(weights):
@@ -56,28 +81,97 @@ def init(layer: Layer, optimizer: Optimizer, inputs: Stack, key: Array, index: A
                 "Keep untrained arrays in the layer's state."
             )
     slots: Tree = ()
-    if jax.tree.leaves(weights):
+    if layer.trains and jax.tree.leaves(weights):
         with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
-            slots = optimizer(0.0).init({layer.name: weights})
+            slots = recipe.optimizer(0.0).init({layer.name: weights})
     return strong((weights, slots, state))
 
 
+# Forward.
+
+
 def forward(
-    layer: Layer, weights: Tree, state: Tree, inputs: Stack, clock: Clock, index: Array
+    layer: Layer, weights: Tree, state: Tree, inputs: Stack, clock: Clock, index: Array, microbatch: Array
 ) -> tuple[Stack, Tree, Tree]:
-    """`(outputs, new_state, memo)` of a training pass."""
-    return layer.forward(weights, state, inputs, clock.block_key(index))
+    """`(outputs, new_state, memo)` of a training pass; weights come in the dtype that is computed in."""
+    return layer.forward(weights, state, inputs, clock.pass_key(index, microbatch))
 
 
-def infer(layer: Layer, weights: Tree, state: Tree, inputs: Stack) -> tuple[Stack]:
+def keep(
+    layer: Layer, weights: Tree, state: Tree, inputs: Stack, clock: Clock, index: Array, microbatch: Array
+) -> tuple[Stack, Tree, Tree]:
+    """`(outputs, new_state, residuals)`: what the pullback needs, but for the weights, which are sent again."""
+    outputs, new_state, _, vjp = linearize(layer, weights, state, inputs, clock.pass_key(index, microbatch))
+    vjp.args_res[0] = None
+    return outputs, new_state, vjp
+
+
+def infer(layer: Layer, recipe: Recipe, weights: Tree, state: Tree, inputs: Stack) -> tuple[Stack]:
     """A block's outputs, deterministic."""
-    return (layer.forward(weights, state, inputs, None)[0],)
+    return (layer.forward(recipe.cast(weights), state, inputs, None)[0],)
+
+
+def evaluate(layer: LossLayer, recipe: Recipe, weights: Tree, state: Tree, inputs: Stack) -> tuple[dict[str, Array]]:
+    """The last block's metrics, deterministic."""
+    sums, _, _ = layer.forward(recipe.cast(weights), state, inputs, None)
+    return (means(layer, sums),)
+
+
+def predict(layer: LossLayer, recipe: Recipe, weights: Tree, state: Tree, inputs: Stack) -> tuple[Array]:
+    """The last block's logits, deterministic."""
+    return (layer.predict(recipe.cast(weights), state, inputs),)
+
+
+# Backward.
+
+
+def gradients(
+    layer: Layer,
+    recipe: Recipe,
+    policy: str,
+    signatures: tuple[Stack, Stack],
+    weights: Tree,
+    state: Tree,
+    entries: Stack,
+    cotangents: Stack,
+    memo: Tree,
+    sums: Tree,
+    clock: Clock,
+    index: Array,
+    microbatch: Array,
+) -> tuple[Stack, Stack, Tree]:
+    """Gradients of one block for one microbatch, added to `sums`.
+
+    Args:
+      policy: "reverse": `entries` are the outputs; "recompute": the inputs; "keep": there
+        are none, and `memo` holds the residuals.
+      signatures: Of inputs and outputs.
+      cotangents: Of the outputs.
+      sums: Gradients of earlier microbatches, or None.
+
+    Returns:
+      `(inputs, input_cotangents, sums)`; `inputs` are empty unless they were reconstructed.
+    """
+    compute_weights, key, inputs = recipe.cast(weights), clock.pass_key(index, microbatch), ()
+    if policy == "keep":
+        memo.args_res[0] = compute_weights
+        input_cts, grads = pull(memo, *signatures, cotangents)
+    elif policy == "reverse":
+        assert isinstance(layer, ReversibleLayer)
+        inputs, (input_cts, grads) = layer.reverse_and_grad(compute_weights, state, entries, cotangents, key, memo)
+    else:
+        *_, pullback = differentiate(layer, compute_weights, state, entries, key, memo)
+        input_cts, grads = pullback(cotangents)
+    if not layer.trains:
+        return inputs, input_cts, None
+    return inputs, input_cts, _added(sums, grads, weights)
 
 
 def backward(
     layer: Layer,
-    optimizer: Optimizer,
-    reverse: bool,
+    recipe: Recipe,
+    policy: str,
+    signatures: tuple[Stack, Stack],
     weights: Tree,
     slots: Tree,
     state: Tree,
@@ -86,80 +180,147 @@ def backward(
     cotangents: Stack,
     memo: Tree,
     clock: Clock,
-    total_weight: Array,
+    weight_sum: Array,
     health: Health,
     index: Array,
+    microbatch: Array,
 ) -> tuple[Tree, Tree, Tree, Stack, Stack, Health]:
-    """Gradients and update of one block; with `reverse` it reconstructs the inputs too.
+    """`gradients` and `update` in one: `(weights, slots, state, inputs, input_cotangents, health)`."""
+    inputs, input_cts, grads = gradients(
+        *(layer, recipe, policy, signatures, weights, state, entries, cotangents, memo, None),
+        *(clock, index, microbatch),
+    )
+    health = measure(grads, health, index)
+    *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
+    return *updated, inputs, input_cts, health
+
+
+def loss_gradients(
+    layer: LossLayer,
+    recipe: Recipe,
+    weights: Tree,
+    state: Tree,
+    inputs: Stack,
+    sums: tuple[Tree, Stack | None],
+    clock: Clock,
+    index: Array,
+    microbatch: Array,
+) -> tuple[Tree, Stack, tuple[Tree, Stack]]:
+    """Forward pass and gradients of the last block for one microbatch.
 
     Args:
-      entries: The block's outputs with `reverse`, else its inputs.
-      cotangents: Of its outputs.
-      new_state: What the forward pass left; it replaces `state` if the block is updated.
-      total_weight: The loss's weight sum, which makes gradients a mean.
+      sums: Gradients, and the layer's outputs, of earlier microbatches, or None.
 
     Returns:
-      `(weights, slots, state, inputs, input_cotangents, health)`; `inputs` is empty
-      without `reverse`.
+      `(new_state, input_cotangents, sums)`.
     """
-    key = clock.block_key(index)
-    if reverse:
-        assert isinstance(layer, ReversibleLayer)
-        inputs, (input_cts, grads) = layer.reverse_and_grad(weights, state, entries, cotangents, key, memo)
-    else:
-        inputs = ()
-        *_, pullback = differentiate(layer, weights, state, entries, key, memo)
-        input_cts, grads = pullback(cotangents)
-    weights, slots, state, health = _update(
-        layer, optimizer, weights, slots, state, new_state, grads, clock, total_weight, health, index
-    )
-    return weights, slots, state, inputs, input_cts, health
+    key = clock.pass_key(index, microbatch)
+    outputs, new_state, _, pullback = differentiate(layer, recipe.cast(weights), state, inputs, key)
+    input_cts, grads = pullback((jnp.ones_like(outputs[0]), *map(jnp.zeros_like, outputs[1:])))
+    grads = _added(sums[0], grads, weights) if layer.trains else None
+    return new_state, input_cts, (grads, _added(sums[1], outputs, outputs))
+
+
+def start(layer: LossLayer, sums: Stack) -> tuple[dict[str, Array], Array, Health]:
+    """`(metrics, weight_sum, health)` to begin the backward sweep with: without a finite loss nothing is updated."""
+    none = jnp.zeros((), jnp.int32)
+    ok = jnp.isfinite(sums[0]) & (sums[1] > 0)
+    return means(layer, sums), sums[1], Health(ok, none - 1, jnp.zeros((), _norm_dtype()), none, none)
 
 
 def loss(
     layer: LossLayer,
-    optimizer: Optimizer,
+    recipe: Recipe,
     weights: Tree,
     slots: Tree,
     state: Tree,
     inputs: Stack,
     clock: Clock,
     index: Array,
+    microbatch: Array,
 ) -> tuple[Tree, Tree, Tree, Stack, dict[str, Array], Array, Health]:
-    """Forward pass, gradients and update of the last block.
+    """`loss_gradients`, `start` and `update` in one.
 
     Returns:
-      `(weights, slots, state, input_cotangents, metrics, total_weight, health)`.
+      `(weights, slots, state, input_cotangents, metrics, weight_sum, health)`.
     """
-    sums, new_state, _, pullback = differentiate(layer, weights, state, inputs, clock.block_key(index))
-    input_cts, grads = pullback((jnp.ones_like(sums[0]), *map(jnp.zeros_like, sums[1:])))
-    ok = jnp.isfinite(sums[0]) & (sums[1] > 0)
-    none = jnp.zeros((), jnp.int32)
-    health = Health(ok, none, none - 1, none)
-    weights, slots, state, health = _update(
-        layer, optimizer, weights, slots, state, new_state, grads, clock, sums[1], health, index
+    new_state, input_cts, (grads, sums) = loss_gradients(
+        layer, recipe, weights, state, inputs, (None, None), clock, index, microbatch
     )
-    return weights, slots, state, input_cts, means(layer, sums), sums[1], health
+    metrics, weight_sum, health = start(layer, sums)
+    if not layer.trains:
+        return weights, slots, state, input_cts, metrics, weight_sum, health
+    health = measure(grads, health, index)
+    *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
+    return *updated, input_cts, metrics, weight_sum, health
 
 
-def evaluate(layer: LossLayer, weights: Tree, state: Tree, inputs: Stack) -> tuple[dict[str, Array]]:
-    """The last block's metrics, deterministic."""
-    sums, _, _ = layer.forward(weights, state, inputs, None)
-    return (means(layer, sums),)
-
-
-def predict(layer: LossLayer, weights: Tree, state: Tree, inputs: Stack) -> tuple[Array]:
-    """The last block's logits, deterministic."""
-    return (layer.predict(weights, state, inputs),)
+def measure(grads: Tree, health: Health, index: Array) -> Health:
+    """Adds a block's gradients to what is known of all."""
+    leaves = jax.tree.leaves(grads)
+    ok = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in leaves], health.ok)
+    square = sum((jnp.sum(jnp.square(g.astype(health.square.dtype))) for g in leaves), health.square)
+    return health._replace(ok=ok, square=square, first=jnp.where((health.first < 0) & ~ok, index, health.first))
 
 
 def update(
+    layer: Layer,
+    recipe: Recipe,
+    weights: Tree,
+    slots: Tree,
+    state: Tree,
+    new_state: Tree,
+    grads: Tree,
+    clock: Clock,
+    weight_sum: Array,
+    health: Health,
+    index: Array,
+) -> tuple[Tree, Tree, Tree, Health]:
+    """The optimizer's update with the mean gradients, clipped, unless something was not finite.
+
+    Args:
+      new_state: What the forward pass left; it replaces `state` if the block is updated.
+      grads: Gradients of the summed loss.
+      weight_sum: The loss's weight sum, which makes them a mean.
+    """
+    scale = 1 / jnp.where(weight_sum > 0, weight_sum, 1)
+    if recipe.clip_global is not None:
+        norm = jnp.sqrt(health.square) * scale.astype(health.square.dtype)
+        scale = scale * clip(recipe.clip_global, norm).astype(scale.dtype)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    if recipe.clip_per_block is not None:
+        factor = clip(recipe.clip_per_block, optax.tree.norm(grads))
+        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+    kept = (weights, slots, state)
+    if jax.tree.leaves(weights):
+        tree: Any = {layer.name: weights}  # weight paths begin with the layer's name
+        named = {layer.name: grads}
+        updates, slots = optimizer_update(recipe.optimizer, clock.learning_rate, named, slots, tree, index)
+        new: Any = optax.apply_updates(tree, updates)
+        weights = new[layer.name]
+    updated = strong((weights, slots, new_state))
+    _check_kept(f"the optimizer, updating {layer.name},", "weights", weights, kept[0])
+    _check_kept(f"{layer!r}: forward", "state", new_state, state)
+    weights, slots, state = jax.tree.map(lambda new, old: jnp.where(health.ok, new, old), updated, kept)
+    skipped = health.skipped + (~health.ok).astype(jnp.int32)
+    failures = health.failures + total(slots, "failures")
+    return weights, slots, state, health._replace(skipped=skipped, failures=failures)
+
+
+def clip(largest: float, norm: Array) -> Array:
+    """The factor that makes a norm at most `largest`."""
+    return jnp.where(norm < largest, 1, largest / norm)
+
+
+def optimizer_update(
     optimizer: Optimizer, learning_rate: Any, grads: Tree, slots: Tree, weights: Tree, index: Any
 ) -> tuple[Tree, Tree]:
     """`(updates, slots)` of an optimizer, told the facts that ours know what to do with."""
     with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
         transformation = optax.with_extra_args_support(optimizer(learning_rate))
-        return transformation.update(grads, slots, weights, block_index=index)
+        updates, new_slots = transformation.update(grads, slots, weights, block_index=index)
+    _check_kept(f"the optimizer, updating {', '.join(weights)},", "slots", new_slots, slots)
+    return updates, new_slots
 
 
 def means(layer: LossLayer, sums: Stack) -> dict[str, Array]:
@@ -169,43 +330,29 @@ def means(layer: LossLayer, sums: Stack) -> dict[str, Array]:
     return {"loss": sums[0] / weight, **{k: v / weight for k, v in named.items()}, "weight": sums[1]}
 
 
-def _update(
-    layer: Layer,
-    optimizer: Optimizer,
-    weights: Tree,
-    slots: Tree,
-    state: Tree,
-    new_state: Tree,
-    grads: Tree,
-    clock: Clock,
-    total_weight: Array,
-    health: Health,
-    index: Array,
-) -> tuple[Tree, Tree, Tree, Health]:
-    """The optimizer's update, unless this block's gradients or an earlier block's are not finite."""
-    scale = jnp.where(total_weight > 0, total_weight, 1)
-    grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
-    ok = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)], health.ok)
-    kept = (weights, slots, state)
-    if jax.tree.leaves(weights):
-        tree: Any = {layer.name: weights}  # weight paths begin with the layer's name
-        updates, slots = update(optimizer, clock.learning_rate, {layer.name: grads}, slots, tree, index)
-        new: Any = optax.apply_updates(tree, updates)
-        weights = new[layer.name]
-    updated = strong((weights, slots, new_state))
-    for what, new, old in zip(("weights", "slots", "state"), updated, kept, strict=True):
-        if not same_signature(new, old):
-            whose = f"{layer!r}: forward" if what == "state" else f"the optimizer, updating {layer.name},"
-            raise ValueError(
-                f"Trainer: {whose} must keep structure, shapes and dtypes of the {what}; expected "
-                f"({describe(old)}), got ({describe(new)})."
-            )
-    weights, slots, state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), updated, kept)
-    first = jnp.where((health.first < 0) & ~ok, index, health.first)
-    health = Health(ok, health.skipped + (~ok).astype(jnp.int32), first, health.failures + total(slots, "failures"))
-    return weights, slots, state, health
+def zeros(like: Tree) -> Tree:
+    """Sums to which nothing has been added."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def strong(tree: Tree) -> Tree:
     """Without JAX's weak types, which would make the next call's arguments differ from this one's."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), tree)
+
+
+def _added(sums: Tree | None, terms: Tree, like: Tree) -> Tree:
+    """`sums` + `terms` in the dtypes of `like`."""
+    terms = jax.tree.map(lambda x, y: x.astype(y.dtype), terms, like)
+    return terms if sums is None else jax.tree.map(jnp.add, sums, terms)
+
+
+def _check_kept(whose: str, what: str, new: Tree, old: Tree) -> None:
+    if not same_signature(strong(new), old):
+        raise ValueError(
+            f"Trainer: {whose} must keep structure, shapes and dtypes of the {what}; expected ({describe(old)}), "
+            f"got ({describe(new)})."
+        )
+
+
+def _norm_dtype() -> Any:
+    return jax.dtypes.canonicalize_dtype(float)

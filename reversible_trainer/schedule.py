@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from reversible_trainer import passes
-from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, is_differentiable, put, take
-from reversible_trainer.passes import Clock, Health, Optimizer
+from reversible_trainer.layers.base import Layer, LossLayer, Stack, is_differentiable, put, take
+from reversible_trainer.passes import Clock, Health, Recipe
 from reversible_trainer.streaming import Program, Programs
 from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
 
-Policy = Literal["reverse", "recompute", "loss"]
+POLICIES = ("keep", "recompute", "reverse")
+Choose = Callable[[int, Layer], tuple[str, str]]  # block index, layer -> policy, reason
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledBlock:
-    """A block with its policy and the signatures of all that goes in and out of it."""
+    """A block with its policy and the signatures of all that goes in and out of it, for one microbatch.
+
+    Attributes:
+      policy: "reverse", "recompute", "keep", "loss", or "frozen": below the lowest block that
+        is trained, without a backward pass.
+      why: The reason for it.
+      saves_inputs: Whether its inputs stay on the accelerator until its backward pass.
+    """
 
     index: int
     layer: Layer
-    policy: Policy
+    policy: str
     why: str
     weights: Tree
     slots: Tree
@@ -35,11 +43,7 @@ class ScheduledBlock:
     inputs: Stack
     outputs: Stack
     memo: Tree
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of program that a training step runs for it."""
-        return ("loss",) if self.policy == "loss" else ("forward", "backward")
+    saves_inputs: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -56,28 +60,35 @@ class Schedule:
     def __init__(
         self,
         layers: Sequence[Layer],
-        optimizer: Optimizer,
-        policy: str,
+        recipe: Recipe,
+        choose: Choose,
         programs: Programs,
         batch: Stack,
+        microbatches: int = 1,
+        deferred: bool = False,
         state: TrainState | None = None,
     ):
         """Traces the blocks one after the other.
 
         Args:
           layers: The blocks.
-          optimizer: Factory.
-          policy: "auto" or "recompute".
+          recipe: How weights are computed with and updated.
+          choose: Gives the policy of each block, and why.
           programs: Where compiled programs are kept.
-          batch: Signature of the first stack.
+          batch: Signature of the first stack, of one microbatch.
+          microbatches: How many there are in a step.
+          deferred: Whether updates have a sweep of their own.
           state: The run whose arrays it is for, if the batch lacks what the loss needs
             (targets and mask), so that they cannot be had by tracing `init`.
         """
-        self._optimizer, self._programs, self._policy = optimizer, programs, policy
+        self._recipe, self._programs = recipe, programs
         self._found: dict[tuple[str, int], Program] = {}
         self._clock = clock_signature()
-        self.batch = batch
-        self.blocks: list[ScheduledBlock] = []
+        self.batch, self.microbatches, self.deferred = batch, microbatches, deferred
+        self.lowest = next((i for i, layer in enumerate(layers) if layer.trains), len(layers))
+        if self.lowest == len(layers):
+            raise ValueError("Trainer: every block is Frozen; leave at least one to be trained.")
+        blocks: list[ScheduledBlock] = []
         stack = batch
         for index, layer in enumerate(layers):
             last = index == len(layers) - 1
@@ -91,9 +102,10 @@ class Schedule:
             except ValueError as error:
                 raise ValueError(f"Trainer: block {index} {layer.name}: {error}") from None
             made = None if state is None else signature((state.weights[index], state.slots[index], state.states[index]))
-            block = self._block(index, layer, inputs, made, run=not last)
-            self.blocks.append(block)
-            stack = put(rest, block.outputs)
+            blocks.append(self._block(index, layer, choose, inputs, made, run=not last))
+            stack = put(rest, blocks[-1].outputs)
+        needed = _inputs_needed(blocks, self.lowest)
+        self.blocks = [dataclasses.replace(b, saves_inputs=b.index in needed) for b in blocks]
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -101,8 +113,35 @@ class Schedule:
     def __getitem__(self, index: int) -> ScheduledBlock:
         return self.blocks[index]
 
+    @property
+    def in_one(self) -> bool:
+        """Whether gradients and update of a block are one program: with one microbatch, and not deferred."""
+        return self.microbatches == 1 and not self.deferred
+
+    @property
+    def casts(self) -> bool:
+        """Whether the forward sweep is sent copies of the weights in the dtype that is computed in."""
+        return self._recipe.compute_dtype is not None
+
+    def kinds(self, index: int) -> tuple[str, ...]:
+        """The kinds of program that a training step runs for a block."""
+        block = self.blocks[index]
+        cast = ("cast",) if self.casts and block.policy != "loss" else ()
+        if block.policy == "frozen":
+            return (*cast, "forward")
+        if block.policy == "loss":
+            if self.in_one:
+                return ("loss",)
+            updates = ("update",) if block.layer.trains else ()
+            return ("loss_zeros", "loss_gradients", "start", *(("measure",) if updates else ()), *updates)
+        if not block.layer.trains:
+            return (*cast, "forward", "gradients")
+        if self.in_one:
+            return (*cast, "forward", "backward")
+        return (*cast, "forward", "zeros", "gradients", "measure", "update")
+
     def program(self, kind: str, index: int) -> Program:
-        """The program of one block: init, forward, backward, loss, infer, evaluate or predict."""
+        """The program of one block, by the name of its pass."""
         if (kind, index) not in self._found:
             block = self.blocks[index]
             self._found[kind, index] = getattr(self, f"_{kind}")(block, block.layer)
@@ -111,7 +150,7 @@ class Schedule:
     def training_programs(self) -> None:
         """Compiles all that a step runs: what is wrong shows before a state is consumed."""
         for block in self.blocks:
-            for kind in block.kinds:
+            for kind in self.kinds(block.index):
                 self.program(kind, block.index)
 
     def check_state(self, state: TrainState, parts: Sequence[str] = ("weights", "slots", "states")) -> None:
@@ -130,86 +169,176 @@ class Schedule:
                         f"Trainer: {part} of block {block.index} {block.layer.name} are not this trainer's: expected "
                         f"({describe(expected)}), got ({describe(got)}). Use the trainer whose init made the state."
                     )
+        owners: dict[int, int] = {}
+        for index, weights in enumerate(state.weights):
+            for leaf in jax.tree.leaves(weights):
+                if owners.setdefault(id(leaf), index) != index:
+                    raise ValueError(
+                        f"Trainer: blocks {owners[id(leaf)]} and {index} have an array of weights in common. Shared "
+                        "weights are not supported: each block is updated by itself. Give each block its own copy."
+                    )
 
     @property
     def host_bytes(self) -> int:
         """Weights, slots and states of all blocks."""
         return sum(block.host_bytes for block in self.blocks)
 
-    def _block(self, index: int, layer: Layer, inputs: Stack, made: Tree, run: bool) -> ScheduledBlock:
+    def _block(self, index: int, layer: Layer, choose: Choose, inputs: Stack, made: Tree, run: bool) -> ScheduledBlock:
         if isinstance(layer, LossLayer):
             policy, why = "loss", "the last block: forward, backward and update in one program"
-        elif isinstance(layer, ReversibleLayer) and self._policy != "recompute":
-            policy, why = "reverse", "reversible: its inputs are computed from its outputs"
+        elif index < self.lowest:
+            policy, why = "frozen", "no block below it is trained: it has no backward pass"
         else:
-            asked = isinstance(layer, ReversibleLayer)
-            policy, why = "recompute", "policy='recompute' was asked for" if asked else "standard: keeps its input"
-        init = functools.partial(passes.init, layer, self._optimizer, inputs)
+            policy, why = choose(index, layer)
+        init = functools.partial(passes.init, layer, self._recipe, inputs)
         weights, slots, state = made or jax.eval_shape(init, self._clock.key, _INDEX)
         outputs, memo = (), None
         if run:
             forward = functools.partial(passes.forward, layer)
-            outputs, _, memo = jax.eval_shape(forward, weights, state, inputs, self._clock, _INDEX)
+            arguments = (self._sent(weights), state, inputs, self._clock, _INDEX, _INDEX)
+            outputs, _, memo = jax.eval_shape(forward, *arguments)
         return ScheduledBlock(index, layer, policy, why, weights, slots, state, inputs, outputs, memo)
+
+    def _sent(self, weights: Tree) -> Tree:
+        """Signature of the weights that are sent for a forward pass."""
+        return jax.eval_shape(self._recipe.cast, weights)
 
     # One method per kind of program: its function, its arguments and which of them it may overwrite.
 
     def _init(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.init, layer, self._optimizer, block.inputs)
+        function = functools.partial(passes.init, layer, self._recipe, block.inputs)
         kind = f"init {describe(block.inputs)}"  # the inputs' shapes are no arguments, but they matter
         return self._programs.get(kind, layer, ("weights", "slots", "states"), function, (self._clock.key, _INDEX))
 
+    def _cast(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = lambda weights: (self._recipe.cast(weights),)  # noqa: E731
+        return self._programs.get("cast", layer, ("weights",), function, (block.weights,))
+
     def _forward(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.forward, layer)
-        arguments = (block.weights, block.state, block.inputs, self._clock, _INDEX)
-        kind = "forward" if block.policy == "reverse" else "forward, input kept"
-        donate = (2,) if block.policy == "reverse" else ()
+        function = functools.partial(passes.keep if block.policy == "keep" else passes.forward, layer)
+        arguments = (self._sent(block.weights), block.state, block.inputs, self._clock, _INDEX, _INDEX)
+        kind = f"forward{', residuals kept' if block.policy == 'keep' else ''}"
+        kind, donate = (f"{kind}, inputs kept", ()) if block.saves_inputs else (kind, (2,))
         return self._programs.get(kind, layer, ("activations", "states", "residuals"), function, arguments, donate)
 
     def _infer(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.infer, layer)
+        function = functools.partial(passes.infer, layer, self._recipe)
         arguments = (block.weights, block.state, block.inputs)
         return self._programs.get("infer", layer, ("activations",), function, arguments, donate=(2,))
 
-    def _backward(self, block: ScheduledBlock, layer: Any) -> Program:
-        reverse = block.policy == "reverse"
-        function = functools.partial(passes.backward, layer, self._optimizer, reverse)
-        entries = block.outputs if reverse else block.inputs
+    def _pulls_back(self, block: ScheduledBlock) -> tuple[tuple[Any, ...], tuple[Any, ...], list[int], str]:
+        """What all backward passes have in common: settings, arguments, what of them may be overwritten, a name."""
+        entries = {"reverse": block.outputs, "recompute": block.inputs, "keep": ()}[block.policy]
         cotangents = tuple(x if is_differentiable(x) else None for x in block.outputs)
+        memo = block.memo
+        if block.policy == "keep":  # what the forward program really returns; equal blocks share that program
+            forward = self.program("forward", block.index)
+            _, _, memo = jax.tree.unflatten(forward.out_tree, forward.outputs[:-1])
+        # A stored input is not overwritten: a reversible block below may need it as its output.
+        donate = [0, 1, 2] if block.policy == "reverse" else [1, 2]
+        settings = (block.layer, self._recipe, block.policy, (block.inputs, block.outputs))
+        return settings, (entries, cotangents, memo), donate, f"by {block.policy} {describe(block.inputs)}"
+
+    def _backward(self, block: ScheduledBlock, layer: Any) -> Program:
+        settings, flow, donate, name = self._pulls_back(block)
+        function = functools.partial(passes.backward, *settings)
         arguments = (
-            *(block.weights, block.slots, block.state, block.state),
-            *(entries, cotangents, block.memo),
-            *(self._clock, self._total_weight, _HEALTH, _INDEX),
+            *(block.weights, block.slots, block.state, block.state, *flow),
+            *(self._clock, self._weight_sum, _health_signature(), _INDEX, _INDEX),
         )
         tags = ("weights", "slots", "states", "activations", "cotangents", "metrics")
-        # A stored input is not overwritten: a reversible block below may need it as its output.
-        donate = (0, 1, 2, 4, 5, 8) if reverse else (0, 1, 2, 5, 8)
-        return self._programs.get(f"backward by {block.policy}", layer, tags, function, arguments, donate)
+        donate = (0, 1, 2, *(4 + i for i in donate), 9)
+        return self._programs.get(f"backward {name}", layer, tags, function, arguments, donate)
+
+    def _gradients(self, block: ScheduledBlock, layer: Any) -> Program:
+        settings, flow, donate, name = self._pulls_back(block)
+        function = functools.partial(passes.gradients, *settings)
+        sums = block.weights if layer.trains else None
+        arguments = (block.weights, block.state, *flow, sums, self._clock, _INDEX, _INDEX)
+        tags = ("activations", "cotangents", "gradients")
+        donate = (*(2 + i for i in donate), 5)
+        return self._programs.get(f"gradients {name}", layer, tags, function, arguments, donate)
 
     def _loss(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.loss, layer, self._optimizer)
-        arguments = (block.weights, block.slots, block.state, block.inputs, self._clock, _INDEX)
+        function = functools.partial(passes.loss, layer, self._recipe)
+        arguments = (block.weights, block.slots, block.state, block.inputs, self._clock, _INDEX, _INDEX)
         tags = ("weights", "slots", "states", "cotangents", "metrics", "metrics", "metrics")
-        return self._programs.get("loss", layer, tags, function, arguments, donate=(0, 1, 2))
+        return self._programs.get("loss", layer, tags, function, arguments, (0, 1, 2) if layer.trains else ())
+
+    def _loss_gradients(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = functools.partial(passes.loss_gradients, layer, self._recipe)
+        arguments = (
+            *(block.weights, block.state, block.inputs, self._loss_sums),
+            *(self._clock, _INDEX, _INDEX),
+        )
+        return self._programs.get(
+            "loss gradients", layer, ("states", "cotangents", "gradients"), function, arguments, donate=(3,)
+        )
+
+    def _zeros(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = lambda: (passes.zeros(block.weights),)  # noqa: E731
+        return self._programs.get(f"zeros {describe(block.weights)}", layer, ("gradients",), function, ())
+
+    def _loss_zeros(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = lambda: (passes.zeros(self._loss_sums),)  # noqa: E731
+        return self._programs.get(f"zeros {describe(self._loss_sums)}", layer, ("gradients",), function, ())
+
+    def _start(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = functools.partial(passes.start, layer)
+        return self._programs.get("start", layer, ("metrics",) * 3, function, (self._loss_sums[1],))
+
+    def _measure(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = lambda *arguments: (passes.measure(*arguments),)  # noqa: E731
+        arguments = (block.weights, _health_signature(), _INDEX)
+        return self._programs.get("measure", layer, ("metrics",), function, arguments, donate=(1,))
+
+    def _update(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = functools.partial(passes.update, layer, self._recipe)
+        arguments = (
+            *(block.weights, block.slots, block.state, block.state, block.weights),
+            *(self._clock, self._weight_sum, _health_signature(), _INDEX),
+        )
+        tags = ("weights", "slots", "states", "metrics")
+        return self._programs.get("update", layer, tags, function, arguments, donate=(0, 1, 2, 7))
 
     def _evaluate(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.evaluate, layer)
+        function = functools.partial(passes.evaluate, layer, self._recipe)
         return self._programs.get("evaluate", layer, ("metrics",), function, (block.weights, block.state, block.inputs))
 
     def _predict(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.predict, layer)
+        function = functools.partial(passes.predict, layer, self._recipe)
         arguments = (block.weights, block.state, block.inputs)
         return self._programs.get("predict", layer, ("activations",), function, arguments)
 
     @functools.cached_property
-    def _total_weight(self) -> Any:
+    def _loss_sums(self) -> tuple[Tree, Stack]:
+        """Signatures of the loss's gradients and outputs."""
         loss = self.blocks[-1]
         run = functools.partial(passes.forward, loss.layer)
-        sums, _, _ = jax.eval_shape(run, loss.weights, loss.state, loss.inputs, self._clock, _INDEX)
-        return sums[1]
+        arguments = (self._sent(loss.weights), loss.state, loss.inputs, self._clock, _INDEX, _INDEX)
+        return (loss.weights if loss.layer.trains else None), jax.eval_shape(run, *arguments)[0]
+
+    @property
+    def _weight_sum(self) -> Any:
+        return self._loss_sums[1][1]
 
 
-_HEALTH = Health(jax.ShapeDtypeStruct((), jnp.bool_), _INDEX, _INDEX, _INDEX)
+def _inputs_needed(blocks: Sequence[ScheduledBlock], lowest: int) -> set[int]:
+    """Indices of blocks whose inputs are saved: they recompute, or they keep and a block below reverses from there."""
+    needed = {block.index for block in blocks if block.policy == "recompute"}
+    stack: list[int | None] = [None] * len(blocks[-1].inputs)  # who would have had to save this entry
+    for block in reversed(blocks[lowest:-1]):
+        n_out = block.layer.n_out
+        if block.policy == "reverse":
+            needed.update(owner for owner in stack[:n_out] if owner is not None)
+        owner = block.index if block.policy == "keep" else None
+        stack = [owner] * block.layer.n_in + stack[n_out:]
+    return needed
+
+
+def _health_signature() -> Health:
+    norm = jax.ShapeDtypeStruct((), rate_dtype())
+    return Health(jax.ShapeDtypeStruct((), jnp.bool_), _INDEX, norm, _INDEX, _INDEX)
 
 
 def clock_signature() -> Clock:

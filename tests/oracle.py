@@ -13,12 +13,17 @@ import optax
 from reversible_trainer.layers.base import put, take
 
 
+def pass_key(key, block, microbatch=0):
+    """The key of one block's pass over one microbatch."""
+    return jax.random.fold_in(jax.random.fold_in(key, block), microbatch)
+
+
 def loss(blocks, weights, states, key, batch):
     """`(mean loss, new states)` of a whole model."""
     stack, new_states = batch, []
     for i, block in enumerate(blocks):
         inputs, rest = take(stack, block.n_in)
-        outputs, new_state, _ = block.forward(weights[i], states[i], inputs, jax.random.fold_in(key, i))
+        outputs, new_state, _ = block.forward(weights[i], states[i], inputs, pass_key(key, i))
         stack = put(rest, outputs)
         new_states.append(new_state)
     return stack[0] / stack[1], new_states

@@ -13,6 +13,7 @@ LEVELS = [
     {"layers", "optimizers", "streaming", "data", "checkpoint", "metrics"},
     {"models", "passes"},
     {"schedule", "probe"},
+    {"sweeps"},
     {"trainer"},
     {"loop", "interop"},
     {"__main__", "__init__"},

@@ -4,6 +4,7 @@ from reversible_trainer.layers.attention import Attention
 from reversible_trainer.layers.base import Layer, LayerError, LossLayer, ReversibleLayer
 from reversible_trainer.layers.combinators import Dup, Residual, Select, Serial
 from reversible_trainer.layers.core import Dense, Dropout, Embedding, FeedForward, Gelu, Relu
+from reversible_trainer.layers.frozen import Frozen
 from reversible_trainer.layers.initializers import (
     GlorotNormal,
     GlorotUniform,
@@ -36,6 +37,7 @@ __all__ = [
     "Dup",
     "Embedding",
     "FeedForward",
+    "Frozen",
     "Gelu",
     "GlorotNormal",
     "GlorotUniform",

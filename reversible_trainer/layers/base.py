@@ -91,6 +91,11 @@ class Layer:
         return type(self).__name__
 
     @property
+    def trains(self) -> bool:
+        """Whether its weights are trained; not so in `Frozen` layers."""
+        return True
+
+    @property
     def n_in(self) -> int:
         """Entries that the layer takes from the stack."""
         return 1
@@ -251,6 +256,14 @@ def differentiate(
       `(input_cotangents, weight_grads)`. A cotangent has the dtype of its entry and is
       None for integers; None given for an output means zero.
     """
+    outputs, new_state, new_memo, vjp = linearize(layer, weights, state, inputs, key, memo)
+    return outputs, new_state, new_memo, functools.partial(pull, vjp, inputs, outputs)
+
+
+def linearize(
+    layer: Layer, weights: Tree, state: Tree, inputs: Stack, key: Array | None, memo: Tree = None
+) -> tuple[Stack, Tree, Tree, Any]:
+    """`(outputs, new_state, memo, vjp)`; the last is what `jax.vjp` returns for `(weights, floating-point inputs)`."""
     moving = tuple(is_differentiable(x) for x in inputs)
 
     def forward(weights: Tree, floats: Stack) -> tuple[Stack, tuple[Stack, Tree, Tree]]:
@@ -261,15 +274,16 @@ def differentiate(
 
     floats = tuple(x for moves, x in zip(moving, inputs, strict=True) if moves)
     _, vjp, (outputs, new_state, new_memo) = jax.vjp(forward, weights, floats, has_aux=True)
+    return outputs, new_state, new_memo, vjp
 
-    def pullback(cotangents: Stack) -> tuple[Stack, Tree]:
-        pairs = zip(outputs, cotangents, strict=True)
-        cts = tuple(jnp.zeros_like(y) if ct is None else ct for y, ct in pairs if is_differentiable(y))
-        weight_grads, float_cts = vjp(cts)
-        rest = iter(float_cts)
-        return tuple(next(rest) if moves else None for moves in moving), weight_grads
 
-    return outputs, new_state, new_memo, pullback
+def pull(vjp: Any, inputs: Stack, outputs: Stack, cotangents: Stack) -> tuple[Stack, Tree]:
+    """`(input_cotangents, weight_grads)` by the `vjp` of `linearize`; inputs and outputs may be signatures."""
+    pairs = zip(outputs, cotangents, strict=True)
+    cts = tuple(jnp.zeros(y.shape, y.dtype) if ct is None else ct for y, ct in pairs if is_differentiable(y))
+    weight_grads, float_cts = vjp(cts)
+    rest = iter(float_cts)
+    return tuple(next(rest) if is_differentiable(x) else None for x in inputs), weight_grads
 
 
 # Where a layer was created, and what its fields may be.

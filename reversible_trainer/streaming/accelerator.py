@@ -23,9 +23,10 @@ class Accelerator:
     on its way at once, and memory would grow with depth.
     """
 
-    def __init__(self, placement: Placement, ledger: Ledger, prefetch: int):
-        self.placement, self.ledger, self.prefetch = placement, ledger, prefetch
+    def __init__(self, placement: Placement, ledger: Ledger, prefetch: int, transactional: bool = False):
+        self.placement, self.ledger, self.prefetch, self.transactional = placement, ledger, prefetch, transactional
         self._tokens: collections.deque[Any] = collections.deque()  # of the programs not yet waited for
+        self._ran = 0  # programs
         self._departures: collections.deque[Pending] = collections.deque()
 
     def place(self, tag: str, tree: Tree) -> Tree:
@@ -47,6 +48,7 @@ class Accelerator:
         self.ledger.dispatch(program.bytes, leaves, [*outputs, token])
         self.ledger.event(program.name)
         self._tokens.append(token)
+        self._ran += 1
         return parts
 
     def stream(
@@ -57,9 +59,10 @@ class Accelerator:
         Args:
           visits: In order.
           entries: What a visit needs, by tag, and whether it takes that from the host
-            for good (it will be fetched back, changed).
+            for good (it will be fetched back, changed). A transactional accelerator leaves
+            the host its arrays all the same.
 
-        The body of the loop is expected to `run` one program per visit.
+        The body of the loop is expected to `run` at least one program per visit.
         """
         upcoming = iter(visits)
         arrivals: collections.deque[tuple[Visit, list[Pending], int]] = collections.deque()
@@ -72,8 +75,9 @@ class Accelerator:
             trees, moved = entries(visit)
             pending = []
             for tag, tree in trees.items():
-                pending.append(self.placement.send(tree))
+                pending.append(self.placement.send(tree, keep=moved and self.transactional))
                 self.ledger.track(tag, pending[-1].arrays())
+            moved = moved and not self.transactional
             arrivals.append((visit, pending, sum(map(tree_bytes, trees.values())) if moved else 0))
             self.ledger.event("send")
 
@@ -87,9 +91,10 @@ class Accelerator:
             arrays = [p.arrays() for p in pending]
             del pending  # with it goes the host's copy of what was moved, once it has been read
             left_host.append(moved_bytes)
+            ran = self._ran
             yield visit, arrays
-            # Never wait for the program just enqueued: the device would idle until the next one.
-            self._wait_for_programs(1)
+            # Never wait for the programs just enqueued: the device would idle until the next ones.
+            self._wait_for_programs(self._ran - ran)
             while len(left_host) > 1:
                 self.ledger.host(-left_host.popleft())
             if self.placement.same_memory:
@@ -116,6 +121,12 @@ class Accelerator:
     def finish(self) -> None:
         """Ends a sweep: nothing is waited for, and nothing is held any longer."""
         self._departures.clear()
+
+    def abandon(self) -> None:
+        """Forgets a sweep that has failed."""
+        self._departures.clear()
+        self._tokens.clear()
+        self.ledger.block = None
 
     def _wait_for_programs(self, keep: int) -> None:
         while len(self._tokens) > keep:

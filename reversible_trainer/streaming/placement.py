@@ -47,8 +47,13 @@ class Placement(abc.ABC):
     same_memory = False
 
     @abc.abstractmethod
-    def send(self, tree: Tree) -> Pending:
-        """Starts copying from the host to the accelerator."""
+    def send(self, tree: Tree, keep: bool = False) -> Pending:
+        """Starts copying from the host to the accelerator.
+
+        Args:
+          tree: Arrays on the host.
+          keep: Whether they must outlive what is done with the copies, donation included.
+        """
 
     @abc.abstractmethod
     def fetch(self, tree: Tree) -> Pending:
@@ -106,7 +111,7 @@ class _Pinned(Placement):
         self.accelerator = SingleDeviceSharding(device, memory_kind="device")
         self.host = SingleDeviceSharding(device, memory_kind="pinned_host")
 
-    def send(self, tree: Tree) -> Pending:
+    def send(self, tree: Tree, keep: bool = False) -> Pending:
         return Pending(jax.device_put(tree, self.accelerator), tree)
 
     def fetch(self, tree: Tree) -> Pending:
@@ -128,8 +133,8 @@ class _Pinned(Placement):
 class _Shared(Placement):
     same_memory = True
 
-    def send(self, tree: Tree) -> Pending:
-        return Pending(tree, None)
+    def send(self, tree: Tree, keep: bool = False) -> Pending:
+        return Pending(private_copy(tree) if keep else tree, None)
 
     def fetch(self, tree: Tree) -> Pending:
         return Pending(tree, None)
@@ -168,10 +173,12 @@ class _Planned(Placement):
     def __init__(self, like: Placement):
         self.same_memory = like.same_memory
 
-    def send(self, tree: Tree) -> Pending:
-        return _PlannedPending(tree if self.same_memory else jax.tree.map(_PlannedArray, tree), tree)
+    def send(self, tree: Tree, keep: bool = False) -> Pending:
+        copied = keep or not self.same_memory
+        return _PlannedPending(jax.tree.map(_PlannedArray, tree) if copied else tree, tree)
 
-    fetch = send
+    def fetch(self, tree: Tree) -> Pending:
+        return self.send(tree)
 
     def to_accelerator(self, tree: Tree) -> Tree:
         return jax.tree.map(_PlannedArray, tree)

@@ -1,0 +1,259 @@
+"""The sweeps over the blocks: what is sent, run and fetched, in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from reversible_trainer.layers.base import Stack, put, take
+from reversible_trainer.passes import Clock
+from reversible_trainer.schedule import Schedule, ScheduledBlock
+from reversible_trainer.streaming import Accelerator
+from reversible_trainer.tree import Array, TrainState, Tree, tree_bytes
+
+Metrics = dict[str, Array]
+Visit = tuple[str, int]  # what to do, with which block
+
+
+def init(accelerator: Accelerator, schedule: Schedule, key: Array) -> TrainState:
+    """Makes every block on the accelerator and fetches it."""
+    state = TrainState(0, accelerator.placement.to_host(key), [], [], [])
+    accelerator.ledger.host(-accelerator.ledger.host_bytes)
+    key = accelerator.place("batch", key)
+    for block in schedule.blocks:
+        accelerator.ledger.block = block.index
+        made = accelerator.run(schedule.program("init", block.index), key, np.int32(block.index))
+        for entries, tree in zip((state.weights, state.slots, state.states), accelerator.fetch(made), strict=True):
+            entries.append(tree)
+    accelerator.finish()
+    return state
+
+
+def cast(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> list[Tree]:
+    """Copies of the weights in the dtype that is computed in, on the host; the forward sweep is sent these."""
+    copies: list[Tree] = []
+    visits = [("cast", i) for i in range(len(schedule) - 1)]
+    for (_, i), (weights,) in accelerator.stream(visits, lambda visit: ({"weights": state.weights[visit[1]]}, False)):
+        accelerator.ledger.block = i
+        copies.append(accelerator.fetch(accelerator.run(schedule.program("cast", i), weights)[0]))
+    accelerator.finish()
+    return copies
+
+
+def infer(accelerator: Accelerator, schedule: Schedule, state: TrainState, batch: Stack, last_kind: str) -> Any:
+    """A forward sweep without randomness; the last block evaluates or predicts."""
+    weights, states, last = state.weights, state.states, len(schedule) - 1
+    stack = accelerator.place("batch", batch)
+    result = None
+
+    def needed(visit: Visit) -> tuple[dict[str, Tree], bool]:
+        return {"weights": weights[visit[1]], "states": states[visit[1]]}, False
+
+    visits = [*(("infer", i) for i in range(last)), (last_kind, last)]
+    for (kind, i), arrays in accelerator.stream(visits, needed):
+        inputs, stack = (stack, ()) if i == last else take(stack, schedule[i].layer.n_in)
+        (result,) = accelerator.run(schedule.program(kind, i), *arrays, inputs)
+        stack = put(stack, result) if i < last else ()
+    accelerator.finish()
+    return result
+
+
+@dataclasses.dataclass
+class Step:
+    """One training step: a forward sweep, the loss, a backward sweep that updates each block as it passes.
+
+    With deferred updates they have a sweep of their own, when all gradients are known.
+
+    Attributes:
+      state: The run; its entries are replaced one by one.
+      copies: Of the weights, in the dtype that is computed in; None: the weights themselves.
+      clock: On the accelerator.
+      stacks: The activations between the blocks, one stack per microbatch.
+      cotangents: Theirs, in the backward sweep.
+      saved: Block index -> its inputs per microbatch, until its backward pass.
+      memos: Block index -> memos or residuals per microbatch, likewise.
+      later: Block index -> its state after each microbatch, on the host.
+      grads: Block index -> its gradients, on the host, when updates are deferred.
+    """
+
+    accelerator: Accelerator
+    schedule: Schedule
+    state: TrainState
+    copies: list[Tree] | None
+    clock: Clock
+    stacks: list[Stack]
+    cotangents: list[Stack] = dataclasses.field(default_factory=list)
+    saved: dict[int, list[Stack]] = dataclasses.field(default_factory=dict)
+    memos: dict[int, list[Tree]] = dataclasses.field(default_factory=dict)
+    later: dict[int, tuple[Tree, ...]] = dataclasses.field(default_factory=dict)
+    grads: dict[int, Tree] = dataclasses.field(default_factory=dict)
+    metrics: Metrics = dataclasses.field(default_factory=dict)
+    weight_sum: Any = None
+    health: Any = None
+
+    def run(self) -> Metrics:
+        """Goes through all visits and returns the metrics."""
+        schedule, ledger = self.schedule, self.accelerator.ledger
+        last = len(schedule) - 1
+        backward = range(last - 1, schedule.lowest - 1, -1)
+        visits = [*(("forward", i) for i in range(last)), ("loss", last), *(("backward", i) for i in backward)]
+        if schedule.deferred:
+            visits += [("update", i) for i in range(len(schedule)) if schedule[i].layer.trains]
+        for (kind, i), arrays in self.accelerator.stream(visits, self._needed):
+            ledger.block = i
+            getattr(self, f"_{kind}")(schedule[i], *arrays)
+        self.accelerator.finish()
+        ledger.block = None
+        self.state.step += 1
+        counts = {"skipped_blocks": self.health.skipped, "first_skipped_block": self.health.first}
+        return {**self.metrics, **counts, "optimizer_failures": self.health.failures}
+
+    def _needed(self, visit: Visit) -> tuple[dict[str, Tree], bool]:
+        """What a visit is sent, by tag, and whether the host gives it away."""
+        (kind, i), state = visit, self.state
+        if kind == "forward":
+            weights = self.copies[i] if self.copies else state.weights[i]
+            return {"weights": weights, "states": state.states[i]}, False
+        states = (state.states[i], *self.later.get(i, (state.states[i],) * self.schedule.microbatches))
+        if not self._updates(kind, i):
+            return {"weights": state.weights[i], "states": states}, False
+        entries = {"weights": state.weights[i], "slots": state.slots[i], "states": states}
+        if kind == "update":
+            entries["gradients"] = self.grads.pop(i)
+        # They come back changed.
+        state.weights[i] = state.slots[i] = state.states[i] = None
+        self.later.pop(i, None)
+        if self.copies and i < len(self.copies):
+            self.copies[i] = None
+        return entries, True
+
+    def _updates(self, kind: str, i: int) -> bool:
+        """Whether a visit updates its block."""
+        return self.schedule[i].layer.trains and (kind == "update" or not self.schedule.deferred)
+
+    def _forward(self, block: ScheduledBlock, weights: Tree, state: Tree) -> None:
+        i, program, states = block.index, self.schedule.program("forward", block.index), [state]
+        for m, stack in enumerate(self.stacks):
+            inputs, rest = take(stack, block.layer.n_in)
+            outputs, state, memo = self.accelerator.run(program, weights, state, inputs, self.clock, *_place(i, m))
+            states.append(state)
+            if block.policy != "frozen":
+                self.memos.setdefault(i, []).append(memo)
+            if block.saves_inputs:
+                self.saved.setdefault(i, []).append(inputs)
+            self.stacks[m] = put(rest, outputs)
+            del inputs, rest, outputs, stack  # the next microbatch's pass must not find them still held
+        if jax.tree.leaves(state) and block.layer.trains:
+            self.later[i] = self.accelerator.fetch(tuple(states[1:]))
+
+    def _loss(self, block: ScheduledBlock, weights: Tree, *slots_and_states: Any) -> None:
+        *slots, states = slots_and_states
+        i, run, schedule = block.index, self.accelerator.run, self.schedule
+        if schedule.in_one:
+            slots = slots or [block.slots]
+            *updated, cotangents, self.metrics, self.weight_sum, self.health = run(
+                schedule.program("loss", i), weights, *slots, states[0], self.stacks[0], self.clock, *_place(i, 0)
+            )
+            self.cotangents = [cotangents]
+            if block.layer.trains:
+                self._fetch(i, updated)
+            return
+        (sums,) = run(schedule.program("loss_zeros", i))
+        state = states[0]
+        for m, stack in enumerate(self.stacks):
+            program = schedule.program("loss_gradients", i)
+            new_state, cotangents, sums = run(program, weights, state, stack, sums, self.clock, *_place(i, m))
+            state = new_state
+            self.cotangents.append(cotangents)
+        grads, outputs = sums
+        self.metrics, self.weight_sum, self.health = run(schedule.program("start", i), outputs)
+        if block.layer.trains:
+            self._finish_gradients(block, grads, weights, slots, states[0], state)
+
+    def _backward(self, block: ScheduledBlock, weights: Tree, *slots_and_states: Any) -> None:
+        *slots, states = slots_and_states
+        i, run, schedule = block.index, self.accelerator.run, self.schedule
+        entries_of, memos = self.saved.pop(i, None), self.memos.pop(i)
+        trains_in_one = schedule.in_one and block.layer.trains
+        sums = None
+        if block.layer.trains and not schedule.in_one:
+            (sums,) = run(schedule.program("zeros", i))
+        for m in range(schedule.microbatches):
+            entries, stack = take(self.stacks[m], block.layer.n_out)
+            cts, rest_cts = take(self.cotangents[m], block.layer.n_out)
+            saved = entries_of[m] if entries_of else None
+            flow = ({"reverse": entries, "recompute": saved, "keep": ()}[block.policy], cts, memos[m])
+            self.stacks[m] = self.cotangents[m] = memos[m] = None  # type: ignore
+            del entries, cts
+            if trains_in_one:
+                *updated, inputs, input_cts, self.health = run(
+                    *(schedule.program("backward", i), weights, *slots, states[0], states[1], *flow),
+                    *(self.clock, self.weight_sum, self.health, *_place(i, m)),
+                )
+                self._fetch(i, updated)
+            else:
+                program = schedule.program("gradients", i)
+                inputs, input_cts, sums = run(program, weights, states[m], *flow, sums, self.clock, *_place(i, m))
+            del flow
+            if block.policy != "reverse":
+                inputs = saved if saved is not None else (None,) * block.layer.n_in  # nobody will ask for them
+            self.stacks[m], self.cotangents[m] = put(stack, inputs), put(rest_cts, input_cts)
+            del inputs, input_cts, stack, rest_cts, saved
+        if block.layer.trains and not trains_in_one:
+            self._finish_gradients(block, sums, weights, slots, states[0], states[-1])
+
+    def _finish_gradients(
+        self, block: ScheduledBlock, grads: Tree, weights: Tree, slots: Sequence[Tree], state: Tree, new_state: Tree
+    ) -> None:
+        """Updates a block whose gradients are complete, or sends these to the host until all are."""
+        (self.health,) = self.accelerator.run(
+            self.schedule.program("measure", block.index), grads, self.health, np.int32(block.index)
+        )
+        if self.schedule.deferred:
+            self.grads[block.index] = self.accelerator.fetch(grads)
+            if block.policy == "loss" and jax.tree.leaves(new_state):
+                self.later[block.index] = self.accelerator.fetch((new_state,))
+        else:
+            self._run_update(block, weights, slots[0], state, new_state, grads)
+
+    def _update(self, block: ScheduledBlock, weights: Tree, slots: Tree, states: tuple[Tree, ...], grads: Tree) -> None:
+        self._run_update(block, weights, slots, states[0], states[-1], grads)
+
+    def _run_update(self, block: ScheduledBlock, *arrays: Tree) -> None:
+        *updated, self.health = self.accelerator.run(
+            self.schedule.program("update", block.index),
+            *(*arrays, self.clock, self.weight_sum, self.health, np.int32(block.index)),
+        )
+        self._fetch(block.index, updated)
+
+    def _fetch(self, i: int, updated: Sequence[Tree]) -> None:
+        state = self.state
+        copy = ()
+        if self.copies and i < len(self.copies):
+            (copy,) = self.accelerator.run(self.schedule.program("cast", i), updated[0])
+        state.weights[i], state.slots[i], state.states[i], copy = self.accelerator.fetch((*updated, copy))
+        if self.copies and i < len(self.copies):
+            self.copies[i] = copy
+
+
+def train(
+    accelerator: Accelerator,
+    schedule: Schedule,
+    state: TrainState,
+    copies: list[Tree] | None,
+    microbatches: Sequence[Stack],
+    clock: Clock,
+) -> Metrics:
+    """One training step, which replaces the entries of `state` and of `copies`."""
+    host_bytes = schedule.host_bytes + tree_bytes(copies or [])
+    accelerator.ledger.host(host_bytes - accelerator.ledger.host_bytes)
+    stacks = [accelerator.place("batch", microbatch) for microbatch in microbatches]
+    return Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), stacks).run()
+
+
+def _place(index: int, microbatch: int) -> tuple[np.int32, np.int32]:
+    return np.int32(index), np.int32(microbatch)
