@@ -22,10 +22,13 @@ from reversible_trainer.data import Batch, TextData
 from reversible_trainer.layers.base import Layer
 from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses, print_plan
 from reversible_trainer.optimizers import unmatched
+from reversible_trainer.streaming import Placement
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import TrainState, path_name
 
 configured_trainer = cast(type[Trainer], gin.external_configurable(Trainer, "Trainer"))
+for _name in ("pinned", "shared", "disk"):  # Trainer.placement = @disk(), disk.folder = '/scratch'
+    gin.external_configurable(getattr(Placement, _name), _name, module="placement")
 
 
 @gin.configurable

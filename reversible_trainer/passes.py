@@ -57,7 +57,7 @@ class Health(NamedTuple):
     Attributes:
       ok: bool; False from the first block on whose gradients were not finite.
       first: int32, index of that block, -1 if there is none.
-      square: Sum of the squares of the gradients so far, float32 or wider.
+      square: Sum of the squares of the gradients so far, float32 or wider; 0 if nobody clips.
       skipped: int32, number of blocks left as they were.
       failures: int32, what the optimizers' slots have counted under that name: roots and
         the like that were not finite and so not taken, since the run began.
@@ -190,7 +190,7 @@ def backward(
         *(layer, recipe, policy, signatures, weights, state, entries, cotangents, memo, None),
         *(clock, index, microbatch),
     )
-    health = measure(grads, health, index)
+    health = measure(recipe, grads, health, index)
     *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
     return *updated, inputs, input_cts, health
 
@@ -250,16 +250,17 @@ def loss(
     metrics, weight_sum, health = start(layer, sums)
     if not layer.trains:
         return weights, slots, state, input_cts, metrics, weight_sum, health
-    health = measure(grads, health, index)
+    health = measure(recipe, grads, health, index)
     *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
     return *updated, input_cts, metrics, weight_sum, health
 
 
-def measure(grads: Tree, health: Health, index: Array) -> Health:
+def measure(recipe: Recipe, grads: Tree, health: Health, index: Array) -> Health:
     """Adds a block's gradients to what is known of all."""
-    leaves = jax.tree.leaves(grads)
+    leaves, square = jax.tree.leaves(grads), health.square
     ok = functools.reduce(jnp.logical_and, [jnp.isfinite(g).all() for g in leaves], health.ok)
-    square = sum((jnp.sum(jnp.square(g.astype(health.square.dtype))) for g in leaves), health.square)
+    if recipe.clip_global is not None:  # nobody else asks for it
+        square = sum((jnp.sum(jnp.square(g.astype(square.dtype))) for g in leaves), square)
     return health._replace(ok=ok, square=square, first=jnp.where((health.first < 0) & ~ok, index, health.first))
 
 

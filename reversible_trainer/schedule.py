@@ -195,11 +195,11 @@ class Schedule:
         outputs, memo = (), None
         if run:
             forward = functools.partial(passes.forward, layer)
-            arguments = (self._sent(weights), state, inputs, self._clock, _INDEX, _INDEX)
+            arguments = (self.sent(weights), state, inputs, self._clock, _INDEX, _INDEX)
             outputs, _, memo = jax.eval_shape(forward, *arguments)
         return ScheduledBlock(index, layer, policy, why, weights, slots, state, inputs, outputs, memo)
 
-    def _sent(self, weights: Tree) -> Tree:
+    def sent(self, weights: Tree) -> Tree:
         """Signature of the weights that are sent for a forward pass."""
         return jax.eval_shape(self._recipe.cast, weights)
 
@@ -216,7 +216,7 @@ class Schedule:
 
     def _forward(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.keep if block.policy == "keep" else passes.forward, layer)
-        arguments = (self._sent(block.weights), block.state, block.inputs, self._clock, _INDEX, _INDEX)
+        arguments = (self.sent(block.weights), block.state, block.inputs, self._clock, _INDEX, _INDEX)
         kind = f"forward{', residuals kept' if block.policy == 'keep' else ''}"
         kind, donate = (f"{kind}, inputs kept", ()) if block.saves_inputs else (kind, (2,))
         return self._programs.get(kind, layer, ("activations", "states", "residuals"), function, arguments, donate)
@@ -288,7 +288,7 @@ class Schedule:
         return self._programs.get("start", layer, ("metrics",) * 3, function, (self._loss_sums[1],))
 
     def _measure(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = lambda *arguments: (passes.measure(*arguments),)  # noqa: E731
+        function = lambda *arguments: (passes.measure(self._recipe, *arguments),)  # noqa: E731
         arguments = (block.weights, _health_signature(), _INDEX)
         return self._programs.get("measure", layer, ("metrics",), function, arguments, donate=(1,))
 
@@ -315,7 +315,7 @@ class Schedule:
         """Signatures of the loss's gradients and outputs."""
         loss = self.blocks[-1]
         run = functools.partial(passes.forward, loss.layer)
-        arguments = (self._sent(loss.weights), loss.state, loss.inputs, self._clock, _INDEX, _INDEX)
+        arguments = (self.sent(loss.weights), loss.state, loss.inputs, self._clock, _INDEX, _INDEX)
         return (loss.weights if loss.layer.trains else None), jax.eval_shape(run, *arguments)[0]
 
     @property

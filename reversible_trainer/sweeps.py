@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -55,11 +56,29 @@ def infer(accelerator: Accelerator, schedule: Schedule, state: TrainState, batch
 
     visits = [*(("infer", i) for i in range(last)), (last_kind, last)]
     for (kind, i), arrays in accelerator.stream(visits, needed):
-        inputs, stack = (stack, ()) if i == last else take(stack, schedule[i].layer.n_in)
+        inputs, stack = (stack, ()) if i == last else take(stack, len(schedule[i].inputs))
         (result,) = accelerator.run(schedule.program(kind, i), *arrays, inputs)
         stack = put(stack, result) if i < last else ()
     accelerator.finish()
     return result
+
+
+def room(schedule: Schedule, prefetch: int, transactional: bool) -> collections.Counter[int]:
+    """What a step fetches and holds besides the state it was given: bytes of a fetch -> how many at once."""
+    held: collections.Counter[int] = collections.Counter()
+    moving: collections.Counter[int] = collections.Counter()
+    for block in schedule.blocks:
+        if not block.layer.trains:
+            continue
+        copied = schedule.casts and block.policy != "loss"
+        updated = block.host_bytes + (tree_bytes(schedule.sent(block.weights)) if copied else 0)
+        held[updated] += transactional
+        moving[updated] = prefetch + 2
+        held[tree_bytes(block.weights)] += schedule.deferred
+        if state_bytes := tree_bytes(block.state):
+            held[schedule.microbatches * state_bytes] += 1
+            held[state_bytes] += schedule.deferred
+    return held if transactional else held + moving
 
 
 @dataclasses.dataclass
@@ -138,7 +157,7 @@ class Step:
     def _forward(self, block: ScheduledBlock, weights: Tree, state: Tree) -> None:
         i, program, states = block.index, self.schedule.program("forward", block.index), [state]
         for m, stack in enumerate(self.stacks):
-            inputs, rest = take(stack, block.layer.n_in)
+            inputs, rest = take(stack, len(block.inputs))
             outputs, state, memo = self.accelerator.run(program, weights, state, inputs, self.clock, *_place(i, m))
             states.append(state)
             if block.policy != "frozen":
@@ -183,8 +202,8 @@ class Step:
         if block.layer.trains and not schedule.in_one:
             (sums,) = run(schedule.program("zeros", i))
         for m in range(schedule.microbatches):
-            entries, stack = take(self.stacks[m], block.layer.n_out)
-            cts, rest_cts = take(self.cotangents[m], block.layer.n_out)
+            entries, stack = take(self.stacks[m], len(block.outputs))
+            cts, rest_cts = take(self.cotangents[m], len(block.outputs))
             saved = entries_of[m] if entries_of else None
             flow = ({"reverse": entries, "recompute": saved, "keep": ()}[block.policy], cts, memos[m])
             self.stacks[m] = self.cotangents[m] = memos[m] = None  # type: ignore
@@ -200,7 +219,7 @@ class Step:
                 inputs, input_cts, sums = run(program, weights, states[m], *flow, sums, self.clock, *_place(i, m))
             del flow
             if block.policy != "reverse":
-                inputs = saved if saved is not None else (None,) * block.layer.n_in  # nobody will ask for them
+                inputs = saved if saved is not None else (None,) * len(block.inputs)  # nobody will ask for them
             self.stacks[m], self.cotangents[m] = put(stack, inputs), put(rest_cts, input_cts)
             del inputs, input_cts, stack, rest_cts, saved
         if block.layer.trains and not trains_in_one:

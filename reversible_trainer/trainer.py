@@ -192,15 +192,15 @@ class Trainer:
         if not ours:  # what the last step returned fits
             schedule.check_state(state)
         schedule.training_programs()
+        self.placement.reserve(sweeps.room(schedule, self._accelerator.prefetch, self._accelerator.transactional))
         clock = Clock(state.key, np.int32(state.step), rate.astype(rate_dtype()))
         transactional = self._accelerator.transactional
-        work = state_copy(state) if transactional else state.consume()
-        copies = self._copies if ours else None
+        copies = list(self._copies) if ours and self._copies else None
+        if schedule.casts and copies is None:
+            copies = sweeps.cast(self._accelerator, schedule, state)
         self._copies = self._returned = None
+        work = state_copy(state) if transactional else state.consume()
         try:
-            if schedule.casts and copies is None:
-                copies = sweeps.cast(self._accelerator, schedule, work)
-            copies = copies and list(copies)
             metrics = sweeps.train(self._accelerator, schedule, work, copies, self._cut(batch), clock)
             if transactional:
                 jax.block_until_ready((work.weights, work.slots, work.states, metrics))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Tree = Any  # a pytree of arrays
 Array = jax.Array
@@ -21,12 +21,12 @@ def signature(tree: Tree) -> Tree:
       >>> signature({"kernel": np.zeros((2, 3), np.float32)})
       {'kernel': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.result_type(x.dtype)), tree)
 
 
 def leaf_bytes(x: Any) -> int:
     """Bytes of one array, `ShapeDtypeStruct` or random key."""
-    return int(np.prod(x.shape)) * x.dtype.itemsize
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -42,7 +42,7 @@ def tree_bytes(tree: Tree) -> int:
 
 def tree_size(tree: Tree) -> int:
     """Number of elements of all arrays of a tree."""
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -99,7 +99,8 @@ def shampoo(
       weight_decay_method: "momentum" adds it to what momentum sums up, "decoupled" to the step.
       pad_to: For "reference" only: the size to which it pads statistics. By default the largest
         of the tree; who updates layer by layer passes the largest of the model.
-      root: "eigh" (in float64) or "newton" (matrix products only). By default "eigh" on a CPU.
+      root: "rational" (for a CPU; where it does not apply, "eigh"), "eigh" (in float64) or
+        "newton" (matrix products only). By default "rational" on a CPU, else "newton".
       stagger: Compute roots when the update's number plus the extra argument `block_index` is
         a multiple of `preconditioning_compute_steps`. Until then a block follows the graft.
 
@@ -119,7 +120,7 @@ def shampoo(
     common.check_choice("shampoo", "graft_type", graft_type, ("sgd", "adagrad", "rmsprop", "adam"))
     common.check_choice("shampoo", "variant", variant, ("modern", "reference"))
     common.check_choice("shampoo", "weight_decay_method", weight_decay_method, ("momentum", "decoupled"))
-    common.check_choice("shampoo", "root", root, (None, "eigh", "newton"))
+    common.check_choice("shampoo", "root", root, (None, "eigh", "rational", "newton"))
     reference = variant == "reference"
     if pad_to is not None and not reference:
         raise ValueError('shampoo: pad_to needs variant="reference"; variant="modern" never pads.')

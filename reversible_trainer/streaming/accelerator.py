@@ -65,7 +65,7 @@ class Accelerator:
         The body of the loop is expected to `run` at least one program per visit.
         """
         upcoming = iter(visits)
-        arrivals: collections.deque[tuple[Visit, list[Pending], int]] = collections.deque()
+        arrivals: collections.deque[tuple[Visit, list[str], list[Pending], int]] = collections.deque()
         left_host: collections.deque[int] = collections.deque()
 
         def send_next() -> None:
@@ -76,9 +76,9 @@ class Accelerator:
             pending = []
             for tag, tree in trees.items():
                 pending.append(self.placement.send(tree, keep=moved and self.transactional))
-                self.ledger.track(tag, pending[-1].arrays())
+                self.ledger.track(tag, pending[-1].tracked())
             moved = moved and not self.transactional
-            arrivals.append((visit, pending, sum(map(tree_bytes, trees.values())) if moved else 0))
+            arrivals.append((visit, list(trees), pending, sum(map(tree_bytes, trees.values())) if moved else 0))
             self.ledger.event("send")
 
         for _ in range(self.prefetch):
@@ -87,8 +87,12 @@ class Accelerator:
             if not arrivals:  # prefetch = 0
                 self._wait_for_programs(0)
                 send_next()
-            visit, pending, moved_bytes = arrivals.popleft()
-            arrays = [p.arrays() for p in pending]
+            visit, tags, pending, moved_bytes = arrivals.popleft()
+            arrays = []
+            for tag, one in zip(tags, pending, strict=True):
+                arrays.append(one.arrays())
+                self.ledger.track(tag, arrays[-1])
+                del one
             del pending  # with it goes the host's copy of what was moved, once it has been read
             left_host.append(moved_bytes)
             ran = self._ran

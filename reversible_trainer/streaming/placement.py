@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +29,10 @@ class Pending:
 
     def arrays(self) -> Tree:
         """The arrays where they were sent; using them waits for the copy by itself."""
+        return self._arrays
+
+    def tracked(self) -> Tree:
+        """Objects that live as long as the arrays will be where they were sent; as a rule these themselves."""
         return self._arrays
 
     def wait(self) -> None:
@@ -67,6 +71,9 @@ class Placement(abc.ABC):
     def to_host(self, tree: Tree) -> Tree:
         """Private copies, where the entries of a `TrainState` live, of arrays from anywhere."""
 
+    def reserve(self, sizes: Mapping[int, int]) -> None:  # noqa: B027  (most need not)
+        """Makes sure that there is room for so many fetches of so many bytes each, or raises `OSError`."""
+
     def specify(self, signature: Tree) -> Tree:
         """A signature with the sharding that a program's arguments will have."""
         return signature
@@ -96,6 +103,17 @@ class Placement(abc.ABC):
         return _Shared()
 
     @staticmethod
+    def disk(folder: str, device: Device | None = None) -> Placement:
+        """Weights and slots in a file in `folder`, read and written in the background.
+
+        The file takes room for all weights and slots and a few blocks more, has no name, and
+        is gone when the process ends. Raises `OSError` when the disk is full.
+        """
+        from reversible_trainer.streaming.disk import Disk  # which is made of what is here
+
+        return Disk(folder, device or jax.devices()[0])
+
+    @staticmethod
     def planned(like: Placement) -> Placement:
         """Nothing is allocated and nothing runs: a sweep here accounts for what it would hold."""
         return _Planned(like)
@@ -106,9 +124,25 @@ class Placement(abc.ABC):
         return Placement.shared() if jax.devices()[0].platform == "cpu" else Placement.pinned()
 
 
-class _Pinned(Placement):
+class OnDevice(Placement):
+    """What placements whose accelerator is one device have in common."""
+
     def __init__(self, device: Device):
         self.accelerator = SingleDeviceSharding(device, memory_kind="device")
+
+    def to_accelerator(self, tree: Tree) -> Tree:  # noqa: D102
+        return jax.device_put(private_copy(tree), self.accelerator)
+
+    def specify(self, signature: Tree) -> Tree:  # noqa: D102
+        def with_sharding(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.accelerator)
+
+        return jax.tree.map(with_sharding, signature)
+
+
+class _Pinned(OnDevice):
+    def __init__(self, device: Device):
+        super().__init__(device)
         self.host = SingleDeviceSharding(device, memory_kind="pinned_host")
 
     def send(self, tree: Tree, keep: bool = False) -> Pending:
@@ -117,17 +151,8 @@ class _Pinned(Placement):
     def fetch(self, tree: Tree) -> Pending:
         return Pending(jax.device_put(tree, self.host), tree)
 
-    def to_accelerator(self, tree: Tree) -> Tree:
-        return jax.device_put(private_copy(tree), self.accelerator)
-
     def to_host(self, tree: Tree) -> Tree:
         return jax.device_put(private_copy(tree), self.host)
-
-    def specify(self, signature: Tree) -> Tree:
-        def with_sharding(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.accelerator)
-
-        return jax.tree.map(with_sharding, signature)
 
 
 class _Shared(Placement):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reversible_trainer.optimizers import matrix
+from reversible_trainer.optimizers import matrix, rational
 
 
 def exact_root(s, p, epsilon):
@@ -25,32 +25,87 @@ def statistics(n, seed=0):
     return s + np.float32(1e-7) * np.trace(s, axis1=1, axis2=2)[:, None, None] * np.eye(n, dtype=np.float32)
 
 
-@pytest.mark.parametrize("method", ["eigh", "newton"])
-def test_inverse_roots_are_float64_inside_float32_programs(method):
+def error(root, s, p, epsilon=1e-6):
+    """The largest error over the largest entry."""
+    expected = exact_root(s, p, epsilon)
+    return np.max(np.abs(np.asarray(root) - expected)) / np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize(
+    "method, n, exponents",
+    [
+        ("eigh", 24, (1, 2, 3, 4, 5, 6, 8)),
+        ("newton", 24, (1, 2, 3, 4, 5, 6, 8)),
+        ("rational", 50, (2, 3, 4, 6, 8)),  # not a multiple of its blocks
+    ],
+)
+def test_inverse_roots_are_float64_inside_float32_programs(method, n, exponents):
     """In a cond, compiled ahead of time: where the trainer uses them."""
-    s = statistics(24)
+    s = statistics(n)
 
     def refresh(s, due):
         return jax.lax.cond(
             due,
-            lambda s: [matrix.inverse_root(s, p, 1e-6, method) for p in (1, 2, 3, 4, 5, 6, 8)],
-            lambda s: [(s, jnp.zeros(3, bool))] * 7,
+            lambda s: [matrix.inverse_root(s, p, 1e-6, method) for p in exponents],
+            lambda s: [(s, jnp.zeros(3, bool))] * len(exponents),
             s,
         )
 
     results = jax.jit(refresh).lower(s, True).compile()(s, jnp.array(True))
-    for p, (root, good) in zip((1, 2, 3, 4, 5, 6, 8), results, strict=True):
-        expected = exact_root(s, p, 1e-6)
+    for p, (root, good) in zip(exponents, results, strict=True):
         assert root.dtype == jnp.float32 and bool(jnp.all(good))
-        assert np.max(np.abs(root - expected)) < 1e-6 * np.max(np.abs(expected))
+        assert error(root, s, p) < 1e-6
 
 
-@pytest.mark.parametrize("method", ["eigh", "newton"])
-def test_a_root_of_nonsense_is_not_good(method):
-    s = statistics(4).copy()
+@pytest.mark.parametrize("method, n", [("eigh", 4), ("newton", 4), ("rational", 3), ("rational", 48)])
+def test_a_root_of_nonsense_is_not_good_and_that_of_zero_is(method, n):
+    s = statistics(n).copy()
     s[1, 0, 0] = np.nan
-    _, good = jax.jit(lambda s: matrix.inverse_root(s, 4, 1e-6, method))(s)
+    s[2] = 0
+    root, good = jax.jit(lambda s: matrix.inverse_root(s, 4, 1e-6, method))(s)
     assert good.tolist() == [True, False, True]
+    assert error(root[0], s[0], 4) < 1e-6
+    np.testing.assert_allclose(root[2], 1e-22**-0.25 * np.eye(n), rtol=1e-6, atol=1e-9)  # of 3e5
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_rational_roots_are_found_without_eigenvectors_unless_an_eigenvalue_is_negative(x64):
+    """Also in float64 programs; one that is negative by rounding counts as 0."""
+    s = statistics(50)
+    slightly, much = s.copy(), s.copy()
+    slightly[1] -= 1.5e-7 * np.trace(s[1]) * np.eye(50, dtype=np.float32)
+    much[0] *= -1
+    with jax.enable_x64(x64):
+        rational, eigh = (
+            jax.jit(lambda s, method=method: matrix.inverse_root(s, 4, 1e-6, method)[0]) for method in (None, "eigh")
+        )
+        assert matrix.default_root() == "rational" and np.any(rational(s) != eigh(s))
+        for stack in (s, slightly):
+            assert error(rational(stack), stack, 4) < 1e-6
+        np.testing.assert_array_equal(rational(much), eigh(much))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("epsilon", [1e-6, np.float32(1e-6), 1e-9])
+def test_what_rational_roots_are_not_for_is_left_to_eigh(n, epsilon):
+    s = statistics(n)
+    found, expected = (jax.jit(lambda s, e, m=m: matrix.inverse_root(s, 2, e, m)[0]) for m in ("rational", "eigh"))
+    np.testing.assert_array_equal(found(s, epsilon), expected(s, epsilon))
+
+
+@pytest.mark.parametrize("p, epsilon", [(1, 1e-6), (4, 1e-7), (4, 2.0), (4, float("nan"))])
+def test_there_are_no_partial_fractions_outside_their_range(p, epsilon):
+    assert rational.partial_fractions(p, epsilon) is None
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("epsilon", [5e-7, 1e-6, 1e-4, 1e-2, 1.0])
+def test_partial_fractions_are_accurate_and_their_shifts_positive(p, epsilon):
+    terms = rational.partial_fractions(p, epsilon)
+    x = np.geomspace(epsilon, 1 + epsilon, 7919)
+    value = terms.constant + (terms.weights / (x[:, None] + terms.shifts)).sum(1)
+    assert np.max(np.abs(value - x ** (-1 / p))) < 1e-7 * epsilon ** (-1 / p)
+    assert np.all(terms.shifts > 0) and len(terms.shifts) <= 18
 
 
 def test_eigenbasis_diagonalizes_and_depends_continuously_on_the_matrix():

@@ -115,7 +115,7 @@ def test_roots_and_statistics_keep_their_cadence(variant):
 
 
 def test_staggered_roots_take_turns():
-    """Block i refreshes when (t + i) mod n is 0, and in update 0: after that one block in every step."""
+    """Block i refreshes when (t + i) mod n is 0: one block in every step."""
     n, weights = 4, {"a": jnp.eye(4)}
     optimizer = shampoo(0.1, preconditioning_compute_steps=n, stagger=True)
     update = jax.jit(lambda g, s, w, i: optimizer.update(g, s, w, block_index=i))
@@ -127,7 +127,7 @@ def test_staggered_roots_take_turns():
             changed.append(bool(np.any(new.preconditioners[0] != slots[i].preconditioners[0])))
             slots[i] = new
         refreshed.append([i for i in range(n) if changed[i]])
-    assert refreshed == [[0, 1, 2, 3], [3], [2], [1], [0], [3], [2], [1], [0]]
+    assert refreshed == [[0], [3], [2], [1], [0], [3], [2], [1], [0]]
 
 
 def test_a_refresh_costs_nothing_on_steps_without_one():
@@ -177,7 +177,7 @@ def test_large_dimensions_follow_the_graft():
     [
         ({"graft_type": "adamw"}, "graft_type must be one of 'sgd', 'adagrad', 'rmsprop', 'adam'; got 'adamw'"),
         ({"variant": "new"}, "variant must be one of 'modern', 'reference'; got 'new'"),
-        ({"root": "svd"}, "root must be one of None, 'eigh', 'newton'; got 'svd'"),
+        ({"root": "svd"}, "root must be one of None, 'eigh', 'rational', 'newton'; got 'svd'"),
         ({"pad_to": 8}, 'pad_to needs variant="reference"'),
     ],
 )

@@ -1,0 +1,240 @@
+"""Time of a training step: the streamed trainer beside whole-model JAX programs of the very same blocks.
+
+    python scripts/bench_step.py [--size wide|deep|both] [--json] [--png FILE]
+
+Rivals, all with Adam, all in one process, taking turns:
+
+* `storing`: the loss of the whole model differentiated at once, activations stored.
+* `scan`: `lax.scan` over `jax.checkpoint`ed blocks, which stores the inputs of blocks only.
+* `reversible`: a whole-model `custom_vjp` that stores nothing and reverses.
+* ours: `reverse` and `keep`, with shared memory (nothing is copied) and with pinned (weights and slots are copied to
+  the accelerator and back; on a CPU these copies use the same cores, so their own time is given too).
+
+A model of width 256, 6 layers (12 half residuals), and one of width 128, 24 layers; 4 sequences of 512. glibc's malloc
+keeps its memory (see README). The first call includes compilation.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
+SIZES = {"wide": {"depth": 6, "width": 256}, "deep": {"depth": 24, "width": 128}}
+VOCAB, BATCH = 256, 4
+
+
+def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
+    """One row per rival."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from reversible_trainer.layers.base import put, take
+    from reversible_trainer.models import reversible_transformer_lm
+    from reversible_trainer.streaming import Placement
+    from reversible_trainer.trainer import Trainer
+
+    width, depth = SIZES[size]["width"], SIZES[size]["depth"]
+    blocks = reversible_transformer_lm(VOCAB, width=width, depth=depth, heads=width // 64, ff_width=4 * width)
+    first, block, loss = blocks[0], blocks[1], blocks[-1]
+    generator = np.random.default_rng(0)
+    tokens, targets = generator.integers(0, VOCAB, (2, BATCH, length)).astype(np.int32)
+    batch = (tokens, targets, np.ones((BATCH, length), bool))
+    key, optimizer = jax.random.key(0), optax.adam(1e-3)
+
+    def middle_storing(weights, stack):
+        for w in weights:
+            inputs, rest = take(stack, 2)
+            stack = put(rest, block.forward(w, state, inputs, key)[0])
+        return stack
+
+    def middle_scan(weights, stack):
+        inputs, rest = take(stack, 2)
+        body = jax.checkpoint(lambda x, w: (block.forward(w, state, x, key)[0], None))
+        return put(rest, jax.lax.scan(body, inputs, weights)[0])
+
+    @jax.custom_vjp
+    def reversing(weights, streams):
+        for w in weights:
+            streams = block.forward(w, state, streams, key)[0]
+        return streams
+
+    def forward(weights, streams):
+        outputs = reversing(weights, streams)
+        return outputs, (weights, outputs)
+
+    def backward(kept, cts):
+        weights, streams = kept
+        grads = []
+        for w in reversed(weights):
+            streams, (cts, g) = block.reverse_and_grad(w, state, streams, cts, key)
+            grads.append(g)
+        return grads[::-1], cts
+
+    reversing.defvjp(forward, backward)
+
+    def middle_reversible(weights, stack):
+        inputs, rest = take(stack, 2)
+        return put(rest, reversing(weights, inputs))
+
+    def plain(middle):
+        def mean(weights, batch):
+            inputs, rest = take(batch, 1)
+            stack = put(rest, first.forward(weights[0], states[0], inputs, key)[0])
+            sums = loss.forward(weights[2], states[-1], middle(weights[1], stack), key)[0]
+            return sums[0] / sums[1]
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(weights, slots, batch):
+            value, grads = jax.value_and_grad(mean)(weights, batch)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, slots = optimizer.update(grads, slots, weights)
+            return optax.apply_updates(weights, updates), slots, value
+
+        return step
+
+    made = Trainer(blocks, optax.adam).init(key, batch)
+    state, states = made.states[1], made.states
+    copy = functools.partial(jax.tree.map, lambda x: jnp.array(np.array(x)))
+
+    def whole(middle, stacked=False):
+        weights = [copy(made.weights[0]), copy(made.weights[1:-1]), copy(made.weights[-1])]
+        if stacked:
+            weights[1] = jax.tree.map(lambda *x: jnp.stack(x), *weights[1])
+        held = [weights, optimizer.init(weights)]
+        step = plain(middle)
+
+        def once():
+            *held[:], value = step(*held, batch)
+            jax.block_until_ready((held, value))
+
+        return once
+
+    def ours(policy, placement):
+        trainer = Trainer(blocks, optax.adam, policy=policy, placement=placement)
+        held = [trainer.init(key, batch)]
+
+        def once():
+            held[0], metrics = trainer.step(held[0], batch, 1e-3)
+            jax.block_until_ready((held[0].weights, held[0].slots, metrics))
+
+        return once
+
+    def copies():
+        """Only the copies of a step with pinned memory: weights in; weights and slots in and out."""
+        placement = Placement.pinned()
+        weights, slots = placement.to_host(made.weights), placement.to_host(made.slots)
+
+        def once():
+            for w in weights:
+                placement.send(w).wait()
+            for w, s in zip(weights, slots, strict=True):
+                pending = placement.send((w, s))
+                pending.wait()
+                placement.fetch(pending.arrays()).wait()
+
+        return once
+
+    makers = {
+        "storing": lambda: whole(middle_storing),
+        "scan": lambda: whole(middle_scan, stacked=True),
+        "reversible": lambda: whole(middle_reversible),
+        "reverse, shared": lambda: ours("auto", Placement.shared()),
+        "keep, shared": lambda: ours("keep", Placement.shared()),
+        "reverse, pinned": lambda: ours("auto", Placement.pinned()),
+        "keep, pinned": lambda: ours("keep", Placement.pinned()),
+        "copies of pinned": copies,
+    }
+    steps, firsts = {}, {}
+    for name, make in makers.items():
+        if only and name not in only:
+            continue
+        print(f"{size}: compiling {name}", file=sys.stderr)
+        steps[name] = make()
+        start = time.perf_counter()
+        steps[name]()
+        firsts[name] = time.perf_counter() - start
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(repeats):
+        print(f"{size}: round {number + 1} of {repeats}", file=sys.stderr)
+        for name, once in steps.items():
+            start = time.perf_counter()
+            once()
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = {
+        name: {"seconds": medians[name], "least": min(seconds[name]), "compile_seconds": firsts[name] - medians[name]}
+        for name in steps
+    }
+    return {"size": size, **SIZES[size], "length": length, "batch": BATCH, "rows": rows, "ratios": ratios(medians)}
+
+
+def ratios(medians: dict[str, float]) -> dict[str, float]:
+    """What is claimed: ours over the rival of its kind; for pinned memory also less the time of its copies."""
+    found = {}
+    for ours, rival in (("reverse", "reversible"), ("keep", "storing")):
+        for placement in ("shared", "pinned"):
+            mine = medians.get(f"{ours}, {placement}")
+            if mine is None or rival not in medians:
+                continue
+            found[f"{ours}, {placement} / {rival}"] = mine / medians[rival]
+            if placement == "pinned" and "copies of pinned" in medians:
+                less = (mine - medians["copies of pinned"]) / medians[rival]
+                found[f"({ours}, {placement} - copies) / {rival}"] = less
+    return found
+
+
+def draw(found: list[dict], path: Path) -> None:
+    """Bars of the step times, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
+    for axes, result in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+        rows = {name: row for name, row in result["rows"].items() if name != "copies of pinned"}
+        colors = ["#08519c" if "," in name else "#969696" for name in rows]
+        bars = axes.barh(list(rows), [row["seconds"] for row in rows.values()], color=colors)
+        axes.bar_label(bars, fmt=" %.2f s", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(
+            f"{result['depth']} layers of width {result['width']}, {BATCH} x {result['length']} tokens", fontsize=10
+        )
+        axes.set_xlabel("seconds per step")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each of 4 sequences (default 512)")
+    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each rival (default 7)")
+    parser.add_argument("--only", nargs="+", help="only these rivals, by name")
+    parser.add_argument("--png", type=Path, help="draw the step times into this file")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    options = parser.parse_args()
+    if not MALLOC.keys() <= os.environ.keys():  # malloc reads its settings when the process starts
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env={**MALLOC, **os.environ}).returncode)
+    sizes = list(SIZES) if options.size == "both" else [options.size]
+    found = [run(size, options.length, options.repeats, options.only) for size in sizes]
+    if options.png:
+        draw(found, options.png)
+    if options.json:
+        print(json.dumps(found))
+        return
+    for result in found:
+        print(f"{result['depth']} layers of width {result['width']}, {result['batch']} x {result['length']} tokens")
+        for name, row in result["rows"].items():
+            print(f"  {name:18} {row['seconds']:.3f} s a step, {row['compile_seconds']:6.1f} s to compile")
+        for name, ratio in result["ratios"].items():
+            print(f"  {name:42} {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
