@@ -128,6 +128,7 @@ def _plan(options: argparse.Namespace) -> None:
     trainer, settings = _build(loop, gin)
     batch = _signature(settings)
     loop.check_vocabulary(trainer, settings["data"], batch)
+    loop.check_routes(trainer, batch)
     print_plan(trainer.plan(batch), Console())
 
 

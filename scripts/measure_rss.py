@@ -1,10 +1,13 @@
 """Checks the ledger against the operating system: the rise of a process's peak RSS over one training run.
 
     python scripts/measure_rss.py [--blocks 16] [--json]
+    python scripts/measure_rss.py --disk DIR --blocks 48 --width 512 --ff-width 2048 --rows 16
 
 A fresh process with a small malloc mmap threshold (so that freed memory really goes back) trains a stack of
 reversible blocks whose temporaries are large, and compares the rise of its peak RSS with what the ledger
 says was on the accelerator plus what it says was on the host. On a CPU both are this process's memory.
+
+With --disk, weights and slots (of Adam) wait in a file: the peak of the anonymous memory is compared with their bytes.
 """
 
 import argparse
@@ -17,7 +20,13 @@ import threading
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "MALLOC_TRIM_THRESHOLD_": str(128 * 1024)}
 
 
-def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, float]:
+def anonymous_bytes() -> int:
+    """Of this process: what is no page of a file."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def measure(blocks: int, width: int, ff_width: int, rows: int, disk: str | None) -> dict[str, float]:
     """Trains three steps in this process. Sizes in bytes."""
     import jax
     import numpy as np
@@ -48,7 +57,8 @@ def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, floa
     ]
     tokens = np.zeros((1, rows), np.int32)
     batch = (tokens, tokens, np.ones((1, rows), bool))
-    trainer = Trainer(model, optax.sgd, placement=Placement.pinned())
+    placement = Placement.disk(disk) if disk else Placement.pinned()
+    trainer = Trainer(model, optax.adam if disk else optax.sgd, placement=placement)
     plan = trainer.plan(batch)  # compiles everything: the compiler's own memory is no part of the comparison
     state = trainer.init(jax.random.key(0), batch)
     state, metrics = trainer.step(state, batch, 1e-3)  # once, so that thread pools and code are in memory
@@ -56,12 +66,13 @@ def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, floa
     host_bytes = trainer.ledger.host_bytes
     trainer.ledger.peak_bytes = 0
     process = psutil.Process()
-    before = process.memory_info().rss - host_bytes
+    resident = anonymous_bytes if disk else lambda: process.memory_info().rss
+    before = resident() - (0 if disk else host_bytes)
     peak, done = [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.0005):
-            peak[0] = max(peak[0], process.memory_info().rss)
+            peak[0] = max(peak[0], resident())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -71,6 +82,15 @@ def measure(blocks: int, width: int, ff_width: int, rows: int) -> dict[str, floa
     done.set()
     watcher.join()
     rise, ledger = peak[0] - before, trainer.ledger
+    if disk:
+        return {
+            "blocks": blocks,
+            "disk_bytes": host_bytes,
+            "ledger_peak_bytes": ledger.peak_bytes,
+            "anonymous_rise_bytes": rise,
+            "anonymous_bytes": peak[0],
+            "ratio": rise / host_bytes,
+        }
     return {
         "blocks": blocks,
         "temporary_bytes": max(p.temporary_bytes for p in trainer.programs),
@@ -88,11 +108,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="width of each residual stream (default 32)")
     parser.add_argument("--ff-width", type=int, default=16384, help="width of the feed-forward layers (default 16384)")
     parser.add_argument("--rows", type=int, default=4096, help="tokens (default 4096)")
+    parser.add_argument("--disk", metavar="DIR", help="keep weights and slots in a file in this folder")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
     if not set(THRESHOLD) <= os.environ.keys():  # malloc reads its settings when the process starts
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, **THRESHOLD}).returncode)
-    result = measure(arguments.blocks, arguments.width, arguments.ff_width, arguments.rows)
+    result = measure(arguments.blocks, arguments.width, arguments.ff_width, arguments.rows, arguments.disk)
     if arguments.json:
         print(json.dumps(result))
     else:

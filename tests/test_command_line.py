@@ -64,6 +64,15 @@ def test_the_configuration_is_beside_the_results(trained):
     assert "adam.b1 = 0.9" in text and "Trainer.prefetch = 1" in text
 
 
+def test_the_trainer_is_set_from_gin(config, tmp_path, capsys):
+    """On the disk, in two microbatches, deferred, in bfloat16."""
+    settings = ["microbatches = 2", "update = 'deferred'", "compute_dtype = 'bfloat16'", "placement = @disk()"]
+    bindings = [f"Trainer.{setting}" for setting in settings] + [f"disk.folder = {str(tmp_path / 'tier')!r}"]
+    command = ["train", "--config", config, "--output", str(tmp_path / "run")]
+    assert main([*command, *(x for binding in bindings for x in ("--set", binding))]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+
+
 def test_evaluate_gives_the_loss_of_the_run(trained, capsys):
     assert main(["evaluate", "--checkpoint", trained]) == 0
     evaluated = json.loads(capsys.readouterr().out)
@@ -111,7 +120,12 @@ def test_plan_prints_the_blocks_and_trains_nothing(config, capsys):
         ("run.optimizer = @adam()", "name an optimizer without parentheses"),
         ("reversible_transformer_lm.heads = 3", "reversible_transformer_lm: "),
         ("shakespeare.held_out = ['MACDUFF']", "no work is called 'MACDUFF'"),
-        ("Trainer.microbatches = 2", "Trainer(microbatches=...): not yet"),
+        ("Trainer.verify_reversal = True", "Trainer(verify_reversal=...): not yet"),
+        ("Trainer.clip_global = 1.0", "Set update='deferred'"),
+        (
+            "run.optimizer = @route()\nroute.rules = {'*/kernl': @muon}\nroute.default = @adam",
+            "no weights match '*/kernl'",
+        ),
         ("import nothing.here", "No module named 'nothing'"),
     ],
 )

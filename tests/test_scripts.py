@@ -25,6 +25,28 @@ def test_the_operating_system_agrees_with_the_ledger():
     assert 0.85 <= found["ratio"] <= 1.15
 
 
+def test_with_the_disk_tier_little_of_the_state_is_in_memory(tmp_path):
+    sizes = ("--blocks", 32, "--width", 512, "--ff-width", 2048, "--rows", 16)
+    found = run("measure_rss.py", "--disk", tmp_path, *sizes)
+    assert found["disk_bytes"] > 700e6
+    assert found["ratio"] <= 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench_step.py", "--size", "wide", "--length", 16, "--repeats", 1),
+        ("bench_link.py", "--depth", 2, "--width", 16, "--rows", 8, "--repeats", 1),
+        ("bench_optimizers.py", "--part", "updates", "--repeats", 1),
+        ("bench_steps_to_loss.py", "--steps", 20, "--every", 10, "--seeds", 1, "--optimizers", "muon"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_benchmarks_run_and_draw(command, tmp_path):
+    assert run(*command, "--png", tmp_path / "picture.png")
+
+
 @pytest.mark.parametrize("placement", ["pinned", "shared"])
 def test_depth_costs_time_and_host_memory_but_no_accelerator_memory(placement):
     ratios = []

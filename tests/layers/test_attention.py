@@ -32,6 +32,20 @@ def test_attend_against_numpy(causal):
         assert_trees_close(out, jnp.array(by_hand(*(np.asarray(x) for x in (q, k, v)), causal)))
 
 
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cudnn", marks=pytest.mark.accelerator)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_implementation_is_the_same_attention(implementation, causal):
+    dtype = jnp.bfloat16 if implementation == "cudnn" else jnp.float32
+    q, k, v = jax.random.normal(KEY, (3, 2, 140, 2, 64), dtype)
+    run = jax.jit(attend, static_argnums=(3, 4))
+    assert_trees_close(run(q, k, v, causal, implementation), run(q, k, v, causal, "chunked"), factor=10)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="None or one of 'chunked', 'xla', 'cudnn'; got 'flash'"):
+        Attention(2, implementation="flash")
+
+
 def test_the_layer_is_its_four_kernels():
     with jax.enable_x64(True):
         x = jax.random.normal(KEY, (2, 5, 8), jnp.float64)
