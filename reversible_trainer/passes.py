@@ -190,8 +190,9 @@ def backward(
         *(layer, recipe, policy, signatures, weights, state, entries, cotangents, memo, None),
         *(clock, index, microbatch),
     )
-    health = measure(recipe, grads, health, index)
-    *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
+    *updated, health = update(
+        layer, recipe, True, weights, slots, state, new_state, grads, clock, weight_sum, health, index
+    )
     return *updated, inputs, input_cts, health
 
 
@@ -250,8 +251,9 @@ def loss(
     metrics, weight_sum, health = start(layer, sums)
     if not layer.trains:
         return weights, slots, state, input_cts, metrics, weight_sum, health
-    health = measure(recipe, grads, health, index)
-    *updated, health = update(layer, recipe, weights, slots, state, new_state, grads, clock, weight_sum, health, index)
+    *updated, health = update(
+        layer, recipe, True, weights, slots, state, new_state, grads, clock, weight_sum, health, index
+    )
     return *updated, input_cts, metrics, weight_sum, health
 
 
@@ -267,6 +269,7 @@ def measure(recipe: Recipe, grads: Tree, health: Health, index: Array) -> Health
 def update(
     layer: Layer,
     recipe: Recipe,
+    measures: bool,
     weights: Tree,
     slots: Tree,
     state: Tree,
@@ -280,10 +283,13 @@ def update(
     """The optimizer's update with the mean gradients, clipped, unless something was not finite.
 
     Args:
+      measures: Whether these gradients are not in `health` yet.
       new_state: What the forward pass left; it replaces `state` if the block is updated.
       grads: Gradients of the summed loss.
       weight_sum: The loss's weight sum, which makes them a mean.
     """
+    if measures:
+        health = measure(recipe, grads, health, index)
     scale = 1 / jnp.where(weight_sum > 0, weight_sum, 1)
     if recipe.clip_global is not None:
         norm = jnp.sqrt(health.square) * scale.astype(health.square.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,14 @@ def check_separable(optimizer: Optimizer, weights: Tree) -> None:
     Raises:
       ValueError: If they do.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(weights)
+    leaves, structure = jax.tree_util.tree_flatten(weights)
+    _check_separable(optimizer, structure, tuple((x.shape, x.dtype) for x in leaves))
+
+
+@functools.lru_cache(maxsize=64)  # optimizers compare by identity; a second trainer with the same one need not wait
+def _check_separable(optimizer: Optimizer, structure: Any, leaves: tuple[tuple[tuple[int, ...], Any], ...]) -> None:
+    weights = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    paths = jax.tree.leaves_with_path(weights)
     everything, generator = range(len(paths)), np.random.default_rng(0)
 
     def part(values: Sequence[Any], chosen: Sequence[int]) -> Tree:

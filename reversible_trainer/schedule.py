@@ -19,6 +19,7 @@ from reversible_trainer.tree import TrainState, Tree, describe, same_signature, 
 
 POLICIES = ("keep", "recompute", "reverse")
 Choose = Callable[[int, Layer], tuple[str, str]]  # block index, layer -> policy, reason
+LARGE = 2**18  # bytes of a block's weights; an update of fewer takes hardly longer than to start it
 _INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
 
@@ -66,6 +67,7 @@ class Schedule:
         batch: Stack,
         microbatches: int = 1,
         deferred: bool = False,
+        side_by_side: bool = False,
         state: TrainState | None = None,
     ):
         """Traces the blocks one after the other.
@@ -78,6 +80,7 @@ class Schedule:
           batch: Signature of the first stack, of one microbatch.
           microbatches: How many there are in a step.
           deferred: Whether updates have a sweep of their own.
+          side_by_side: Whether programs that do not need each other's results run at once.
           state: The run whose arrays it is for, if the batch lacks what the loss needs
             (targets and mask), so that they cannot be had by tracing `init`.
         """
@@ -106,17 +109,16 @@ class Schedule:
             stack = put(rest, blocks[-1].outputs)
         needed = _inputs_needed(blocks, self.lowest)
         self.blocks = [dataclasses.replace(b, saves_inputs=b.index in needed) for b in blocks]
+        # Whether gradients and update of a block are one program. Where programs run side by side they are two, so
+        # that the next block's backward pass need not wait for a large update.
+        large = side_by_side and max(tree_bytes(b.weights) for b in blocks) >= LARGE
+        self.in_one = microbatches == 1 and not deferred and not large
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> ScheduledBlock:
         return self.blocks[index]
-
-    @property
-    def in_one(self) -> bool:
-        """Whether gradients and update of a block are one program: with one microbatch, and not deferred."""
-        return self.microbatches == 1 and not self.deferred
 
     @property
     def casts(self) -> bool:
@@ -132,13 +134,19 @@ class Schedule:
         if block.policy == "loss":
             if self.in_one:
                 return ("loss",)
-            updates = ("update",) if block.layer.trains else ()
-            return ("loss_zeros", "loss_gradients", "start", *(("measure",) if updates else ()), *updates)
+            return (*self._once("loss_zeros"), "loss_gradients", "start", *self._updates(block.layer))
         if not block.layer.trains:
             return (*cast, "forward", "gradients")
         if self.in_one:
             return (*cast, "forward", "backward")
-        return (*cast, "forward", "zeros", "gradients", "measure", "update")
+        return (*cast, "forward", *self._once("zeros"), "gradients", *self._updates(block.layer))
+
+    def _once(self, kind: str) -> tuple[str, ...]:
+        """Sums start at zero where there is something to add up."""
+        return (kind,) if self.microbatches > 1 else ()
+
+    def _updates(self, layer: Layer) -> tuple[str, ...]:
+        return () if not layer.trains else ("measure", "update") if self.deferred else ("update",)
 
     def program(self, kind: str, index: int) -> Program:
         """The program of one block, by the name of its pass."""
@@ -253,7 +261,7 @@ class Schedule:
     def _gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         settings, flow, donate, name = self._pulls_back(block)
         function = functools.partial(passes.gradients, *settings)
-        sums = block.weights if layer.trains else None
+        sums = block.weights if layer.trains and self.microbatches > 1 else None
         arguments = (block.weights, block.state, *flow, sums, self._clock, _INDEX, _INDEX)
         tags = ("activations", "cotangents", "gradients")
         donate = (*(2 + i for i in donate), 5)
@@ -268,7 +276,8 @@ class Schedule:
     def _loss_gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.loss_gradients, layer, self._recipe)
         arguments = (
-            *(block.weights, block.state, block.inputs, self._loss_sums),
+            *(block.weights, block.state, block.inputs),
+            self._loss_sums if self.microbatches > 1 else (None, None),
             *(self._clock, _INDEX, _INDEX),
         )
         return self._programs.get(
@@ -293,7 +302,7 @@ class Schedule:
         return self._programs.get("measure", layer, ("metrics",), function, arguments, donate=(1,))
 
     def _update(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.update, layer, self._recipe)
+        function = functools.partial(passes.update, layer, self._recipe, not self.deferred)
         arguments = (
             *(block.weights, block.slots, block.state, block.state, block.weights),
             *(self._clock, self._weight_sum, _health_signature(), _INDEX),

@@ -181,7 +181,9 @@ class Step:
             if block.layer.trains:
                 self._fetch(i, updated)
             return
-        (sums,) = run(schedule.program("loss_zeros", i))
+        sums = (None, None)
+        if schedule.microbatches > 1:
+            (sums,) = run(schedule.program("loss_zeros", i))
         state = states[0]
         for m, stack in enumerate(self.stacks):
             program = schedule.program("loss_gradients", i)
@@ -199,7 +201,7 @@ class Step:
         entries_of, memos = self.saved.pop(i, None), self.memos.pop(i)
         trains_in_one = schedule.in_one and block.layer.trains
         sums = None
-        if block.layer.trains and not schedule.in_one:
+        if block.layer.trains and schedule.microbatches > 1:
             (sums,) = run(schedule.program("zeros", i))
         for m in range(schedule.microbatches):
             entries, stack = take(self.stacks[m], len(block.outputs))
@@ -229,10 +231,9 @@ class Step:
         self, block: ScheduledBlock, grads: Tree, weights: Tree, slots: Sequence[Tree], state: Tree, new_state: Tree
     ) -> None:
         """Updates a block whose gradients are complete, or sends these to the host until all are."""
-        (self.health,) = self.accelerator.run(
-            self.schedule.program("measure", block.index), grads, self.health, np.int32(block.index)
-        )
         if self.schedule.deferred:
+            program = self.schedule.program("measure", block.index)
+            (self.health,) = self.accelerator.run(program, grads, self.health, np.int32(block.index))
             self.grads[block.index] = self.accelerator.fetch(grads)
             if block.policy == "loss" and jax.tree.leaves(new_state):
                 self.later[block.index] = self.accelerator.fetch((new_state,))

@@ -43,7 +43,8 @@ class Trainer:
     Args:
       blocks: Layers; the last one is a `LossLayer`.
       optimizer: Factory, learning rate -> `optax.GradientTransformation`. Its update is
-        compiled into the backward pass of each block and sees one block at a time.
+        compiled into the backward pass of each block and sees one block at a time. (On a CPU
+        that of a large block is a program of its own, which runs beside the next backward pass.)
       microbatches: Parts that a batch is cut into along the first axis. Each block is sent
         once per sweep and runs them one after the other; their gradients add up, and there
         is one update. Memory for activations inside a block shrinks accordingly.
@@ -302,7 +303,7 @@ class Trainer:
         self, batch: Stack, state: TrainState | None, choose: Callable[[int, Layer], tuple[str, str]]
     ) -> Schedule:
         settings = self.blocks, self._recipe, choose, self.programs, batch
-        return Schedule(*settings, self._microbatches, self._deferred, state)
+        return Schedule(*settings, self._microbatches, self._deferred, self.placement.side_by_side, state)
 
     def _choice(self, index: int, layer: Layer) -> tuple[str, str]:
         """The policy of a block, and why."""

@@ -39,7 +39,7 @@ from reversible_trainer.trainer import Trainer
 BATCH, LENGTH, EVAL_BATCHES = 16, 128, 6
 FRACTIONS = [0.4, 0.5, 0.6, 0.75, 0.85, 1.0]  # of AdamW's steps: the schedules that may be tried
 START = 0.75
-RATES = {  # the sweeps; each spans the best value found on both sides
+RATES = {  # the sweeps; all but Muon's go on beyond the best value found
     "adamw": [4e-3, 8e-3, 12e-3, 16e-3, 24e-3, 32e-3],
     "shampoo": [8e-3, 12e-3, 16e-3, 24e-3, 32e-3],
     "soap": [8e-3, 12e-3, 16e-3, 24e-3, 32e-3],

@@ -162,7 +162,7 @@ def test_the_loop_never_waits_for_the_step_just_enqueued(tmp_path):
         def step(self, state, batch, learning_rate):
             events.append(f"step {state.step + 1}")
             scalar = Scalar(state.step + 1)
-            metrics = {"loss": scalar, "accuracy": 0.0, "skipped_blocks": 0}
+            metrics = {"loss": scalar, "accuracy": 0.0, "skipped_blocks": 0, "optimizer_failures": 0}
             return TrainState(state.step + 1, state.key, [], [], []), metrics
 
     log = types.SimpleNamespace(write=lambda record: None)

@@ -11,6 +11,7 @@ from helpers import assert_trees_close, assert_trees_equal
 from training import OPTIMIZERS, SIZES, batch, recorded_gradients, standard_lm
 from training import small_lm as lm
 
+from reversible_trainer import schedule
 from reversible_trainer.layers import Frozen
 from reversible_trainer.models import transformer_route
 from reversible_trainer.optimizers import muon, soap
@@ -51,7 +52,7 @@ MATRIX = {"shampoo": OPTIMIZERS["shampoo"], "muon": MUON, "soap": SOAP}
 def test_microbatches_give_the_same_step(name, x64):
     optimizer, initial = (EXACT | MATRIX)[name], run(lm(1, 0.0), optax.sgd, steps=0)[0][0]
     (weights, slots), metrics = run(lm(1, 0.0), optimizer)
-    for n, placement in ((2, Placement.pinned()), (4, Placement.shared())):
+    for n, placement in ((2, Placement.pinned()), (4, Placement.shared())) if name in EXACT else ((4, None),):
         (ours, our_slots), our_metrics = run(lm(1, 0.0), optimizer, microbatches=n, placement=placement)
         np.testing.assert_allclose([m["loss"] for m in our_metrics], [m["loss"] for m in metrics], rtol=1e-10)
         if name in EXACT:
@@ -106,13 +107,24 @@ def test_clipping_per_block_clips_the_mean_gradient_of_each(options):
         assert_trees_close(ours, expected, factor=10)
 
 
-@pytest.mark.parametrize("model", [lm, standard_lm])
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": "deferred"}])
+@pytest.mark.parametrize(
+    ("model", "options"), [(lm, {"microbatches": 2}), (lm, {"update": "deferred"}), (standard_lm, {})]
+)
 def test_keeping_gives_the_same_step(model, options, x64):
-    (weights, slots), metrics = run(model(2), optax.adam, **options)
-    (kept, kept_slots), kept_metrics = run(model(2), optax.adam, policy="keep", placement=Placement.pinned(), **options)
+    (weights, slots), metrics = run(model(1), optax.adam, **options)
+    (kept, kept_slots), kept_metrics = run(model(1), optax.adam, policy="keep", placement=Placement.pinned(), **options)
     assert_trees_close((kept, kept_slots), (weights, slots))
     assert_trees_close(kept_metrics, metrics)
+
+
+@pytest.mark.parametrize("placement", [Placement.pinned, Placement.shared])
+def test_updates_beside_the_next_backward_pass_give_the_same_step(placement, monkeypatch, x64):
+    """What large blocks do on a CPU."""
+    together, metrics = run(lm(2), optax.adam, steps=3, placement=placement())
+    monkeypatch.setattr(schedule, "LARGE", 1)
+    apart, apart_metrics = run(lm(2), optax.adam, steps=3, placement=placement())
+    assert_trees_close(apart, together)  # other programs round differently
+    assert_trees_close(apart_metrics, metrics)
 
 
 def test_policies_mix_block_by_block(x64):
@@ -169,8 +181,17 @@ def frozen(model, trained):
     return [block if i in trained else Frozen(block) for i, block in enumerate(model)]
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": "deferred"}, {"policy": "keep"}])
-@pytest.mark.parametrize("trained", [{3, 4, 5}, {2, 4}, {5}])
+@pytest.mark.parametrize(
+    ("trained", "options"),
+    [
+        ({3, 4, 5}, {}),
+        ({2, 4}, {}),
+        ({5}, {}),
+        ({2, 4}, {"microbatches": 2}),
+        ({2, 4}, {"update": "deferred"}),
+        ({2, 4}, {"policy": "keep"}),
+    ],
+)
 def test_frozen_blocks_stay_and_the_others_train_as_ever(trained, options, x64):
     blocks = lm(4)
     initial = run(blocks, optax.sgd, steps=0)[0][0]
@@ -274,8 +295,15 @@ def test_raising_says_what_was_skipped_and_loses_nothing():
     assert state.step == 3 and int(metrics["skipped_blocks"]) == 0
 
 
-@pytest.mark.parametrize("placement", [Placement.pinned, Placement.shared])
-@pytest.mark.parametrize("options", [{}, {"update": "deferred"}, {"compute_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        (Placement.pinned, {}),
+        (Placement.pinned, {"update": "deferred"}),
+        (Placement.shared, {}),
+        (Placement.shared, {"compute_dtype": "bfloat16"}),
+    ],
+)
 def test_a_transaction_that_fails_changes_nothing(placement, options, monkeypatch):
     trainer = Trainer(lm(2), optax.adam, placement=placement(), transactional=True, **options)
     state = trainer.init(jax.random.key(0), batch())
@@ -318,7 +346,7 @@ def test_a_step_that_fails_says_that_its_state_is_gone_and_the_trainer_goes_on(m
 # bfloat16.
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": "deferred"}, {"policy": "keep"}])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "update": "deferred"}, {"policy": "keep"}])
 def test_bfloat16_computes_in_bfloat16_and_keeps_everything_else(options):
     settings = {"placement": Placement.pinned(), "data": batch, **options}
     (weights, slots), metrics = run(lm(2, 0.0), recorded_gradients, compute_dtype="bfloat16", **settings)

@@ -50,6 +50,11 @@ class Placement(abc.ABC):
 
     same_memory = False
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether programs that do not need each other's results run at once, as on a CPU."""
+        return jax.devices()[0].platform == "cpu"
+
     @abc.abstractmethod
     def send(self, tree: Tree, keep: bool = False) -> Pending:
         """Starts copying from the host to the accelerator.
