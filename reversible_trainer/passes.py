@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate, linearize, pull
-from reversible_trainer.tree import Array, Tree, describe, same_signature, total
+from reversible_trainer.tree import Array, Tree, describe, path_name, same_signature, total
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
 
@@ -75,9 +76,8 @@ def init(layer: Layer, recipe: Recipe, inputs: Stack, key: Array, index: Array) 
     weights, state = layer.init(jax.random.fold_in(key, index), inputs)
     for path, x in jax.tree_util.tree_leaves_with_path(weights):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
-                f"{layer!r}: weights are trained and must be floating-point, got {x.dtype} at {where!r}. "
+                f"{layer!r}: weights are trained and must be floating-point, got {x.dtype} at {path_name(path)!r}. "
                 "Keep untrained arrays in the layer's state."
             )
     slots: Tree = ()
@@ -226,7 +226,7 @@ def start(layer: LossLayer, sums: Stack) -> tuple[dict[str, Array], Array, Healt
     """`(metrics, weight_sum, health)` to begin the backward sweep with: without a finite loss nothing is updated."""
     none = jnp.zeros((), jnp.int32)
     ok = jnp.isfinite(sums[0]) & (sums[1] > 0)
-    return means(layer, sums), sums[1], Health(ok, none - 1, jnp.zeros((), _norm_dtype()), none, none)
+    return means(layer, sums), sums[1], Health(ok, none - 1, jnp.zeros((), rate_dtype()), none, none)
 
 
 def loss(
@@ -361,5 +361,6 @@ def _check_kept(whose: str, what: str, new: Tree, old: Tree) -> None:
         )
 
 
-def _norm_dtype() -> Any:
-    return jax.dtypes.canonicalize_dtype(float)
+def rate_dtype() -> np.dtype:
+    """Of the learning rate and of norms: float32, or float64 when JAX is in 64-bit mode."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(float))

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from reversible_trainer import passes
 from reversible_trainer.layers.base import Layer, LossLayer, Stack, is_differentiable, put, take
-from reversible_trainer.passes import Clock, Health, Recipe
+from reversible_trainer.passes import Clock, Health, Recipe, rate_dtype
 from reversible_trainer.streaming import Program, Programs
 from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
 
@@ -193,7 +192,7 @@ class Schedule:
 
     def _block(self, index: int, layer: Layer, choose: Choose, inputs: Stack, made: Tree, run: bool) -> ScheduledBlock:
         if isinstance(layer, LossLayer):
-            policy, why = "loss", "the last block: forward, backward and update in one program"
+            policy, why = "loss", "the last block: forward and backward pass in one"
         elif index < self.lowest:
             policy, why = "frozen", "no block below it is trained: it has no backward pass"
         else:
@@ -354,8 +353,3 @@ def clock_signature() -> Clock:
     """Signature of the clock; the key is of JAX's default implementation."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return Clock(key, _INDEX, jax.ShapeDtypeStruct((), rate_dtype()))
-
-
-def rate_dtype() -> np.dtype:
-    """The learning rate is float32, or float64 when JAX is in 64-bit mode."""
-    return np.dtype(jax.dtypes.canonicalize_dtype(float))

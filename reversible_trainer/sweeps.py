@@ -89,7 +89,7 @@ class Step:
 
     Attributes:
       state: The run; its entries are replaced one by one.
-      copies: Of the weights, in the dtype that is computed in; None: the weights themselves.
+      copies: Of the weights, in the dtype that is computed in; none if that is theirs.
       clock: On the accelerator.
       stacks: The activations between the blocks, one stack per microbatch.
       cotangents: Theirs, in the backward sweep.
@@ -102,7 +102,7 @@ class Step:
     accelerator: Accelerator
     schedule: Schedule
     state: TrainState
-    copies: list[Tree] | None
+    copies: list[Tree]
     clock: Clock
     stacks: list[Stack]
     cotangents: list[Stack] = dataclasses.field(default_factory=list)
@@ -135,7 +135,7 @@ class Step:
         """What a visit is sent, by tag, and whether the host gives it away."""
         (kind, i), state = visit, self.state
         if kind == "forward":
-            weights = self.copies[i] if self.copies else state.weights[i]
+            weights = self.copies[i] if self._copied(i) else state.weights[i]
             return {"weights": weights, "states": state.states[i]}, False
         states = (state.states[i], *self.later.get(i, (state.states[i],) * self.schedule.microbatches))
         if not self._updates(kind, i):
@@ -146,7 +146,7 @@ class Step:
         # They come back changed.
         state.weights[i] = state.slots[i] = state.states[i] = None
         self.later.pop(i, None)
-        if self.copies and i < len(self.copies):
+        if self._copied(i):
             self.copies[i] = None
         return entries, True
 
@@ -187,8 +187,7 @@ class Step:
         state = states[0]
         for m, stack in enumerate(self.stacks):
             program = schedule.program("loss_gradients", i)
-            new_state, cotangents, sums = run(program, weights, state, stack, sums, self.clock, *_place(i, m))
-            state = new_state
+            state, cotangents, sums = run(program, weights, state, stack, sums, self.clock, *_place(i, m))
             self.cotangents.append(cotangents)
         grads, outputs = sums
         self.metrics, self.weight_sum, self.health = run(schedule.program("start", i), outputs)
@@ -252,12 +251,15 @@ class Step:
 
     def _fetch(self, i: int, updated: Sequence[Tree]) -> None:
         state = self.state
-        copy = ()
-        if self.copies and i < len(self.copies):
-            (copy,) = self.accelerator.run(self.schedule.program("cast", i), updated[0])
-        state.weights[i], state.slots[i], state.states[i], copy = self.accelerator.fetch((*updated, copy))
-        if self.copies and i < len(self.copies):
-            self.copies[i] = copy
+        copy = self.accelerator.run(self.schedule.program("cast", i), updated[0]) if self._copied(i) else ()
+        *parts, copy = self.accelerator.fetch((*updated, copy))
+        state.weights[i], state.slots[i], state.states[i] = parts
+        if self._copied(i):
+            (self.copies[i],) = copy
+
+    def _copied(self, i: int) -> bool:
+        """Whether a block's weights are sent forward as a copy; the loss has no forward pass of its own."""
+        return i < len(self.copies)
 
 
 def train(
@@ -269,7 +271,8 @@ def train(
     clock: Clock,
 ) -> Metrics:
     """One training step, which replaces the entries of `state` and of `copies`."""
-    host_bytes = schedule.host_bytes + tree_bytes(copies or [])
+    copies = [] if copies is None else copies
+    host_bytes = schedule.host_bytes + tree_bytes(copies)
     accelerator.ledger.host(host_bytes - accelerator.ledger.host_bytes)
     stacks = [accelerator.place("batch", microbatch) for microbatch in microbatches]
     return Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), stacks).run()

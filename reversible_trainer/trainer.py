@@ -14,9 +14,9 @@ import numpy as np
 
 from reversible_trainer import passes, sweeps
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack
-from reversible_trainer.passes import Clock, Optimizer, Recipe
+from reversible_trainer.passes import Clock, Optimizer, Recipe, rate_dtype
 from reversible_trainer.probe import check_separable
-from reversible_trainer.schedule import POLICIES, Schedule, ScheduledBlock, clock_signature, rate_dtype
+from reversible_trainer.schedule import POLICIES, Schedule, ScheduledBlock, clock_signature
 from reversible_trainer.streaming import Accelerator, BlockPlan, Event, Ledger, MemoryPlan, Placement, Programs
 from reversible_trainer.sweeps import Metrics
 from reversible_trainer.tree import Array, TrainState, Tree, describe, signature, tree_bytes, tree_size
@@ -136,6 +136,8 @@ class Trainer:
         self._memory = None if accelerator_memory is None else accelerator_bytes(accelerator_memory)
         self._accelerator = Accelerator(self.placement, self.ledger, prefetch, transactional)
         self._schedules: dict[Any, Schedule] = {}
+        self._fitted: dict[Schedule, Schedule] = {}  # to accelerator_memory
+        self._rooms: dict[Schedule, dict[int, int]] = {}  # of those whose programs are compiled
         self._returned: weakref.ref[TrainState] | None = None  # by the last step
         self._copies: list[Tree] | None = None  # of its weights, in the dtype that is computed in
 
@@ -192,8 +194,11 @@ class Trainer:
         ours = self._returned is not None and self._returned() is state
         if not ours:  # what the last step returned fits
             schedule.check_state(state)
-        schedule.training_programs()
-        self.placement.reserve(sweeps.room(schedule, self._accelerator.prefetch, self._accelerator.transactional))
+        if schedule not in self._rooms:
+            schedule.training_programs()
+            settings = self._accelerator.prefetch, self._accelerator.transactional
+            self._rooms[schedule] = sweeps.room(schedule, *settings)
+        self.placement.reserve(self._rooms[schedule])
         clock = Clock(state.key, np.int32(state.step), rate.astype(rate_dtype()))
         transactional = self._accelerator.transactional
         copies = list(self._copies) if ours and self._copies else None
@@ -275,27 +280,29 @@ class Trainer:
         """The schedule of one microbatch of such batches."""
         _check_batch(batch)
         n = self._microbatches
-        if n == 1:
-            return self._schedule(batch, training=True)
-        for x in batch:
+        for x in batch if n > 1 else ():
             if not x.shape or x.shape[0] % n:
                 raise ValueError(
                     f"Trainer: a batch is cut into {n} microbatches along the first axis of its arrays, which must "
                     f"be a multiple of {n}; got ({describe(batch)})."
                 )
-        part = tuple(jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype) for x in batch)
-        return self._schedule(part, training=True)
+        if n > 1:
+            batch = tuple(jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype) for x in batch)
+        schedule = self._schedule(batch)
+        if self._memory is None:
+            return schedule
+        if schedule not in self._fitted:
+            self._fitted[schedule] = self._within_memory(schedule)
+        return self._fitted[schedule]
 
-    def _schedule(self, batch: Stack, state: TrainState | None = None, training: bool = False) -> Schedule:
+    def _schedule(self, batch: Stack, state: TrainState | None = None) -> Schedule:
         _check_batch(batch)
-        key = (state is None, training, *((x.shape, x.dtype) for x in batch))
+        key = (state is None, *((x.shape, x.dtype) for x in batch))
         if key not in self._schedules:
             schedule = self._traced(signature(batch), state, self._choice)
-            if not any(self._schedules) and state is None:
+            if not self._schedules and state is None:
                 trained = {b.layer.name: b.weights for b in schedule.blocks if b.layer.trains}
                 check_separable(self.optimizer, trained)
-            if training and self._memory is not None:
-                schedule = self._within_memory(schedule)
             self._schedules[key] = schedule
         return self._schedules[key]
 

@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -39,6 +38,7 @@ from reversible_trainer.layers import (
     Serial,
 )
 from reversible_trainer.streaming import Pending, Placement
+from reversible_trainer.streaming.placement import private_copy
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import Tree, tree_bytes
 
@@ -67,7 +67,7 @@ class Link(Placement):
         return _Travelling(tree, self._out.submit(leave), arrives=False)
 
     def to_accelerator(self, tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: jax.numpy.array(x, copy=True) if not _is_key(x) else jax.random.clone(x), tree)
+        return private_copy(tree)
 
     to_host = to_accelerator
 
@@ -75,10 +75,6 @@ class Link(Placement):
         """Returns when nothing is on its way any longer."""
         for thread in (self._in, self._out):
             thread.submit(lambda: None).result()
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 class _Travelling(Pending):

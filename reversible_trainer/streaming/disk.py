@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reversible_trainer.streaming.placement import Device, OnDevice, Pending
+from reversible_trainer.streaming.placement import Device, OnDevice, Pending, Placeholder
 from reversible_trainer.tree import Tree, leaf_bytes, tree_bytes
 
 _ALIGNMENT = 4096  # bytes
@@ -99,9 +99,9 @@ class _File:
     def _release(self, nbytes: int, offset: int) -> None:
         self._free[nbytes].append(offset)  # atomic: this may run while the lock is held
 
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Makes sure that so many regions of a size can be had."""
-        held = [self.allocate(nbytes) for _ in range(count)]
+    def reserve(self, sizes: Mapping[int, int]) -> None:
+        """Makes sure that so many regions of each size can be had, all at once: several sizes may share a list."""
+        held = [self.allocate(nbytes) for nbytes, count in sizes.items() for _ in range(count)]
         del held
 
     def write(self, offset: int, array: np.ndarray) -> None:
@@ -166,8 +166,7 @@ class Disk(OnDevice):
         return self.fetch(jax.tree.map(np.array, tree)).arrays()
 
     def reserve(self, sizes: Mapping[int, int]) -> None:
-        for nbytes, count in sizes.items():
-            self._file.reserve(nbytes, count)
+        self._file.reserve(sizes)
 
 
 class _Reading(Pending):
@@ -176,7 +175,7 @@ class _Reading(Pending):
     def __init__(self, future: concurrent.futures.Future[Tree], source: Tree):
         super().__init__(None, source)
         self._future = future
-        self._placeholders = jax.tree.map(_Placeholder, source)
+        self._placeholders = jax.tree.map(Placeholder, source)
 
     def tracked(self) -> Tree:
         return self._placeholders
@@ -195,10 +194,3 @@ class _Writing(Pending):
 
     def wait(self) -> None:
         self._future.result()
-
-
-class _Placeholder:
-    __slots__ = ("__weakref__", "dtype", "shape")
-
-    def __init__(self, like: Any):
-        self.shape, self.dtype = like.shape, like.dtype

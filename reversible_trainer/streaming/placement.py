@@ -190,8 +190,8 @@ def private_copy(tree: Tree) -> Tree:
     return jax.tree.map(copy, tree)
 
 
-class _PlannedArray:
-    """Stands for an array when a sweep is planned: it has a size and a lifetime, and no memory."""
+class Placeholder:
+    """Stands for an array that is planned, or still to be read: it has a size and a lifetime, and no memory."""
 
     __slots__ = ("__weakref__", "dtype", "shape")
 
@@ -205,18 +205,18 @@ class _Planned(Placement):
 
     def send(self, tree: Tree, keep: bool = False) -> Pending:
         copied = keep or not self.same_memory
-        return _PlannedPending(jax.tree.map(_PlannedArray, tree) if copied else tree, tree)
+        return _PlannedPending(jax.tree.map(Placeholder, tree) if copied else tree, tree)
 
     def fetch(self, tree: Tree) -> Pending:
         return self.send(tree)
 
     def to_accelerator(self, tree: Tree) -> Tree:
-        return jax.tree.map(_PlannedArray, tree)
+        return jax.tree.map(Placeholder, tree)
 
     to_host = to_accelerator
 
     def execute(self, program: Program, leaves: Sequence[Any]) -> Sequence[Any]:
-        return [_PlannedArray(x) for x in program.outputs]
+        return [Placeholder(x) for x in program.outputs]
 
     def wait(self, array: Any) -> None:
         pass

@@ -83,3 +83,10 @@ def test_checkpoints_of_a_state_on_the_disk(tmp_path):
         jax.tree.map(np.asarray, (state.weights, state.slots)),
     )
     trainer.step(restored, batch(), 0.01)
+
+
+def test_fetches_of_different_sizes_have_room_at_the_same_time(tmp_path):
+    """Both sizes are one page, so they share a list of free places."""
+    placement = Placement.disk(str(tmp_path))
+    placement.reserve({100: 1, 200: 2})
+    assert placement._file._end == 3 * 4096
