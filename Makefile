@@ -7,7 +7,7 @@ PROCESSES := --numprocesses auto --maxprocesses 4
 OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-accelerator check fmt lint types bench clean
+.PHONY: help train test test-all test-accelerator check fmt lint types bench trax clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -43,6 +43,13 @@ types: .venv/ready  ## type-check the package
 
 bench: .venv/ready  ## the benchmarks in scripts/
 	@for script in scripts/bench_*.py; do echo $$script; $(BIN)/python $$script || exit 1; done
+
+# Its TensorFlow is 3.2 GB, and is not needed: reversible_trainer/interop/trax_stubs.py. The other packages are ours too.
+.venv/trax: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps trax
+	@touch $@
+
+trax: .venv/trax  ## install trax, a rival in scripts/bench_step.py
 
 clean:  ## remove what was built; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The command line: `python -m reversible_trainer train|plan|evaluate|sample`."""
+"""The command line: `python -m reversible_trainer train|plan|profile|evaluate|sample`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ examples:
   %(prog)s train --config configs/shakespeare.gin --output runs/first
   %(prog)s train --config configs/shakespeare.gin --set 'run.steps = 100' --set 'reversible_transformer_lm.depth = 8'
   %(prog)s plan --config configs/shakespeare.gin
+  %(prog)s plan --config configs/shakespeare.gin --accelerator-memory 16GiB --link 50GB/s --flops 450TFLOP/s
+  %(prog)s profile --config configs/shakespeare.gin --output runs/profile
   %(prog)s evaluate --checkpoint runs/first
   %(prog)s sample --checkpoint runs/first --prompt 'ROMEO.' --length 300
 
@@ -80,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "train a model, or go on with it, and print the result as one line of JSON")
     plan = add("plan", _plan, "print the memory that training would need, block by block; trains nothing")
-    for sub in (train, plan):
+    profile = add("profile", _profile, "run a few real steps and draw memory, programs and copies over time")
+    for sub in (train, plan, profile):
         sub.add_argument("--config", required=True, metavar="FILE", help="gin file of the experiment")
         sub.add_argument(
             "--set",
@@ -89,6 +92,20 @@ def _parser() -> argparse.ArgumentParser:
             metavar="BINDING",
             help="gin binding that overrides the file, repeatable",
         )
+    plan.add_argument(
+        "--accelerator-memory",
+        metavar="BYTES",
+        help="plan for an accelerator of so much memory, as in 16GiB, with weights and slots in pinned host memory",
+    )
+    plan.add_argument(
+        "--link", metavar="SPEED", help="of the link, one way, as in 50GB/s: adds the least time of a step"
+    )
+    plan.add_argument("--flops", metavar="SPEED", help="that the accelerator sustains, as in 450TFLOP/s; with --link")
+    plan.add_argument("--json", action="store_true", help="print one line of JSON")
+    profile.add_argument(
+        "--output", metavar="DIR", help="folder for profile.png, .json, tables and the trace (default: profiles/NAME)"
+    )
+    profile.add_argument("--steps", type=int, default=2, metavar="N", help="steps to record (default: %(default)s)")
     train.add_argument(
         "--output", metavar="DIR", help="folder of the run (default: run.output, or runs/NAME_OF_THE_FILE)"
     )
@@ -122,14 +139,60 @@ def _train(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from reversible_trainer.metrics import print_plan
+    from reversible_trainer import report
+    from reversible_trainer.streaming import parse_amount
 
-    loop, gin = _configure(options.config, options.set)
-    trainer, settings = _build(loop, gin)
-    batch = _signature(settings)
-    loop.check_vocabulary(trainer, settings["data"], batch)
-    loop.check_routes(trainer, batch)
-    print_plan(trainer.plan(batch), Console())
+    if bool(options.link) != bool(options.flops):
+        raise ValueError("plan: --link and --flops go together, as in --link 50GB/s --flops 450TFLOP/s.")
+    speeds = ()
+    if options.link:
+        flops = parse_amount(options.flops, "plan: --flops", "FLOP/s", "450TFLOP/s")
+        speeds = flops, parse_amount(options.link, "plan: --link", "B/s", "50GB/s")
+    bindings = options.set
+    if options.accelerator_memory:  # what comes first may be overridden by --set
+        memory = f"Trainer.accelerator_memory = {options.accelerator_memory!r}"
+        bindings = ["Trainer.placement = @pinned()", memory, *bindings]
+    trainer, batch = _build(options.config, bindings)[1:3]
+    plan = trainer.plan(batch)
+    headroom, limits = trainer.headroom(batch), trainer.limits()
+    if options.json:
+        found = report.plan_record(plan)
+        found["limits"] = {where: {"needed": needed(plan), "limit": limit} for where, needed, limit in limits}
+        floor = {"floor": plan.floor(*speeds)._asdict()} if speeds else {}
+        print(json.dumps({**found, **floor, "headroom": headroom._asdict()}))
+        return
+    console = Console()
+    report.print_plan(plan, console)
+    if speeds:
+        report.print_floor(plan, *speeds, console)
+    report.print_headroom(headroom, limits, plan, console)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    import jax
+    from rich.console import Console
+
+    from reversible_trainer.profiling import profile
+    from reversible_trainer.report import print_plan
+
+    if options.steps < 1:
+        raise ValueError(f"profile: --steps must be 1 or more, got {options.steps}.")
+    output = Path(options.output or Path("profiles") / Path(options.config).stem)
+    output.mkdir(parents=True, exist_ok=True)
+    loop, trainer, batch, settings = _build(options.config, options.set)
+    console = Console(stderr=True)
+    with console.status("compiling"):
+        state = trainer.init(jax.random.key(settings.get("seed", 0)), batch)
+    print_plan(trainer.plan(batch), console)
+    with console.status("recording"):
+        rates = loop.check_settings(**settings)
+        state, found = profile(trainer, state, batch, rates(0), options.steps, trace=output)
+    del state
+    found.save(output)
+    console.print(f"written: {output}/profile.png, profile.json, blocks.csv, spans.csv, memory.csv", highlight=False)
+    for trace in sorted(output.glob("plugins/profile/*/perfetto_trace.json.gz"))[-1:]:
+        console.print(f"trace, for https://ui.perfetto.dev: {trace}", highlight=False, soft_wrap=True)
+    print(json.dumps(found.summary()))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -220,7 +283,17 @@ def _check_macros(config: str, file: str) -> None:
             raise _ConfigError(f"{file}: {name!r} is set but nothing uses it; a setting reads 'name.parameter = value'")
 
 
-def _build(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
+def _build(file: str, bindings: list[str]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The loop, the trainer, a training batch, and the arguments that `run` would get."""
+    loop, gin = _configure(file, bindings)
+    trainer, settings = _trainer(loop, gin)
+    batch = _signature(settings)
+    loop.check_vocabulary(trainer, settings["data"], batch)
+    loop.check_routes(trainer, batch)
+    return loop, trainer, batch, settings
+
+
+def _trainer(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
     """The trainer, and the arguments that `run` would get."""
     settings = gin.get_bindings(loop.run)
     loop.check_settings(**settings)
@@ -244,7 +317,7 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:
     if not manifest["config"]:
         raise ValueError(f"{path} has no gin configuration, since its run was not started from one; use it from Python")
     loop, gin = _configure(f"the configuration in {path}", [], manifest["config"])
-    trainer, settings = _build(loop, gin)
+    trainer, settings = _trainer(loop, gin)
     description = checkpoint.Description.of(settings["blocks"], settings["optimizer"], settings.get("seed", 0))
     expected = trainer.init_signature(_signature(settings))
     parts = ("weights", "states")

@@ -20,11 +20,14 @@ from rich.console import Console
 from reversible_trainer import checkpoint
 from reversible_trainer.data import Batch, TextData
 from reversible_trainer.layers.base import Layer
-from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses, print_plan
+from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses
 from reversible_trainer.optimizers import unmatched
+from reversible_trainer.report import print_added, print_plan
 from reversible_trainer.streaming import Placement
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import TrainState, path_name
+
+_RECORD_EVERY = 100  # steps between those whose copies and programs are timed, which costs a little
 
 configured_trainer = cast(type[Trainer], gin.external_configurable(Trainer, "Trainer"))
 for _name in ("pinned", "shared", "disk"):  # Trainer.placement = @disk(), disk.folder = '/scratch'
@@ -83,6 +86,10 @@ def run(
     batch = data.batch(seed, 0, batch_size, length)
     check_vocabulary(trainer, data, batch)
     check_routes(trainer, batch)
+    with console.status("compiling"):
+        trainer.check_memory(batch)
+        plan = trainer.plan(batch)
+    print_plan(plan, console)
     if saved:
         console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
         for line in _changed(checkpoint.read_manifest(saved[-1])["config"], gin.config_str()):
@@ -91,9 +98,7 @@ def run(
         state = checkpoint.restore(saved[-1], expected, trainer.placement.to_host, description)
     else:
         state = trainer.init(jax.random.key(seed), batch)
-    with console.status("compiling"):
-        plan = trainer.plan(batch)
-    print_plan(plan, console)
+        print_added(trainer.added, console)
     with contextlib.closing(MetricsLog(output, done)) as log, Progress(console, done, steps) as progress:
         here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress)
         state = here.train(state, rates, steps, eval_every, checkpoint_every)
@@ -142,10 +147,15 @@ class _Run:
         for step in range(state.step + 1, steps + 1):
             batch = self.data.batch(self.seed, step - 1, self.batch_size, self.length)
             learning_rate = rates(step - 1)
-            state, metrics = self.trainer.step(state, batch, learning_rate)
+            recorder = None
+            if step % _RECORD_EVERY == 2 and not self.trainer.placement.same_memory:  # in the first much else is done
+                with self.trainer.recording() as recorder:
+                    state, metrics = self.trainer.step(state, batch, learning_rate)
+            else:
+                state, metrics = self.trainer.step(state, batch, learning_rate)
             if waiting:  # the step before; reading the metrics of this one would wait for it
                 self.log.write(self._record(*waiting))
-            waiting = step, learning_rate, metrics
+            waiting = step, learning_rate, metrics, recorder and recorder.hidden_link_fraction
             evaluates, saves = (e and step % e == 0 or step == steps for e in (eval_every, checkpoint_every))
             if evaluates or saves:
                 record, waiting = self._record(*waiting), None
@@ -161,14 +171,15 @@ class _Run:
         self.progress.note(f"step {state.step}: held-out loss {found['eval_loss']:.4f}")
         return found
 
-    def _record(self, step: int, learning_rate: Any, metrics: dict[str, Any]) -> Record:
+    def _record(self, step: int, learning_rate: Any, metrics: dict[str, Any], hidden: float | None) -> Record:
         """Reads a step's metrics, which waits until it is done, and shows them."""
         loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
         self.rate.add(self.batch_size * self.length)
         self.progress.show(step, loss, self.rate.per_second, self.trainer.ledger.peak_bytes)
         record = {"step": step, "loss": loss, "accuracy": accuracy, "learning_rate": float(learning_rate)}
         counts = {name: int(metrics[name]) for name in ("skipped_blocks", "optimizer_failures")}
-        return record | {name: count for name, count in counts.items() if count}
+        record |= {name: count for name, count in counts.items() if count}
+        return record if hidden is None else {**record, "hidden_link_fraction": hidden}
 
     def _save(self, state: TrainState) -> None:
         self.log.sync()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import math
 import os
@@ -17,7 +16,6 @@ import psutil
 from rich import progress
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
@@ -187,27 +185,3 @@ class Progress(progress.Progress):
     def note(self, text: str) -> None:
         """Prints a line of its own."""
         self.console.print(text, highlight=False, soft_wrap=True)
-
-
-def print_plan(plan: Any, console: Console) -> None:
-    """Prints a `MemoryPlan`: a row for each run of equal blocks, and the peaks."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")  # fits into 80 columns
-    for name in ("block", "layer", "policy"):
-        table.add_column(name, no_wrap=True)
-    for name in ("weights", "bytes", "slots", "forward", "backward"):
-        table.add_column(name, justify="right")
-    rows = []
-    for block in plan.blocks:
-        sizes = block.weight_bytes, block.slot_bytes, block.forward_bytes, block.backward_bytes
-        rows.append((block.name, block.policy, f"{block.weights:,}", *(decimal(n) if n else "-" for n in sizes)))
-    first = 0
-    for row, equal in itertools.groupby(rows):
-        end = first + len(list(equal))
-        table.add_row(str(first) if end == first + 1 else f"{first}-{end - 1}", *row)
-        first = end
-    totals = (sum(getattr(b, name) for b in plan.blocks) for name in ("weights", "weight_bytes", "slot_bytes"))
-    weights, *sizes = totals
-    table.add_row("all", "", "", f"{weights:,}", *map(decimal, sizes), style="bold")
-    console.print(table)
-    peaks = f"accelerator {decimal(plan.peak_accelerator_bytes)}, host {decimal(plan.peak_host_bytes)}"
-    console.print(f"planned peak: {peaks}", highlight=False)

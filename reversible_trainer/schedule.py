@@ -30,7 +30,8 @@ class ScheduledBlock:
       policy: "reverse", "recompute", "keep", "loss", or "frozen": below the lowest block that
         is trained, without a backward pass.
       why: The reason for it.
-      saves_inputs: Whether its inputs stay on the accelerator until its backward pass.
+      stack: Of the whole stack that it leaves.
+      saves_inputs: Whether its inputs are kept until its backward pass.
     """
 
     index: int
@@ -43,6 +44,7 @@ class ScheduledBlock:
     inputs: Stack
     outputs: Stack
     memo: Tree
+    stack: Stack = ()
     saves_inputs: bool = False
 
     @property
@@ -67,6 +69,7 @@ class Schedule:
         microbatches: int = 1,
         deferred: bool = False,
         side_by_side: bool = False,
+        on_host: bool = False,
         state: TrainState | None = None,
     ):
         """Traces the blocks one after the other.
@@ -80,13 +83,15 @@ class Schedule:
           microbatches: How many there are in a step.
           deferred: Whether updates have a sweep of their own.
           side_by_side: Whether programs that do not need each other's results run at once.
+          on_host: Whether activations wait on the host: saved inputs, and the stacks between
+            the blocks when there are several microbatches.
           state: The run whose arrays it is for, if the batch lacks what the loss needs
             (targets and mask), so that they cannot be had by tracing `init`.
         """
         self._recipe, self._programs = recipe, programs
         self._found: dict[tuple[str, int], Program] = {}
         self._clock = clock_signature()
-        self.batch, self.microbatches, self.deferred = batch, microbatches, deferred
+        self.batch, self.microbatches, self.deferred, self.on_host = batch, microbatches, deferred, on_host
         self.lowest = next((i for i, layer in enumerate(layers) if layer.trains), len(layers))
         if self.lowest == len(layers):
             raise ValueError("Trainer: every block is Frozen; leave at least one to be trained.")
@@ -104,8 +109,9 @@ class Schedule:
             except ValueError as error:
                 raise ValueError(f"Trainer: block {index} {layer.name}: {error}") from None
             made = None if state is None else signature((state.weights[index], state.slots[index], state.states[index]))
-            blocks.append(self._block(index, layer, choose, inputs, made, run=not last))
-            stack = put(rest, blocks[-1].outputs)
+            block = self._block(index, layer, choose, inputs, made, run=not last)
+            stack = put(rest, block.outputs)
+            blocks.append(dataclasses.replace(block, stack=stack))
         needed = _inputs_needed(blocks, self.lowest)
         self.blocks = [dataclasses.replace(b, saves_inputs=b.index in needed) for b in blocks]
         # Whether gradients and update of a block are one program. Where programs run side by side they are two, so
@@ -198,12 +204,14 @@ class Schedule:
         else:
             policy, why = choose(index, layer)
         init = functools.partial(passes.init, layer, self._recipe, inputs)
-        weights, slots, state = made or jax.eval_shape(init, self._clock.key, _INDEX)
+        trace = functools.partial(jax.eval_shape, init, self._clock.key, _INDEX)
+        weights, slots, state = made or self._programs.shapes("init", layer, inputs, trace)
         outputs, memo = (), None
         if run:
             forward = functools.partial(passes.forward, layer)
             arguments = (self.sent(weights), state, inputs, self._clock, _INDEX, _INDEX)
-            outputs, _, memo = jax.eval_shape(forward, *arguments)
+            trace = functools.partial(jax.eval_shape, forward, *arguments)
+            outputs, _, memo = self._programs.shapes("forward", layer, (weights, state, inputs), trace)
         return ScheduledBlock(index, layer, policy, why, weights, slots, state, inputs, outputs, memo)
 
     def sent(self, weights: Tree) -> Tree:
@@ -214,24 +222,27 @@ class Schedule:
 
     def _init(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.init, layer, self._recipe, block.inputs)
-        kind = f"init {describe(block.inputs)}"  # the inputs' shapes are no arguments, but they matter
-        return self._programs.get(kind, layer, ("weights", "slots", "states"), function, (self._clock.key, _INDEX))
+        variant = describe(block.inputs)  # these shapes are no arguments, but they matter
+        tags = ("weights", "slots", "states")
+        return self._programs.get("init", variant, layer, tags, function, (self._clock.key, _INDEX))
 
     def _cast(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda weights: (self._recipe.cast(weights),)  # noqa: E731
-        return self._programs.get("cast", layer, ("weights",), function, (block.weights,))
+        return self._programs.get("cast", "", layer, ("weights",), function, (block.weights,))
 
     def _forward(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.keep if block.policy == "keep" else passes.forward, layer)
         arguments = (self.sent(block.weights), block.state, block.inputs, self._clock, _INDEX, _INDEX)
-        kind = f"forward{', residuals kept' if block.policy == 'keep' else ''}"
-        kind, donate = (f"{kind}, inputs kept", ()) if block.saves_inputs else (kind, (2,))
-        return self._programs.get(kind, layer, ("activations", "states", "residuals"), function, arguments, donate)
+        variant, donate = "residuals kept" if block.policy == "keep" else "", (2,)
+        if block.saves_inputs:
+            variant, donate = f"{variant} inputs kept", ()
+        tags = ("activations", "states", "residuals")
+        return self._programs.get("forward", variant, layer, tags, function, arguments, donate)
 
     def _infer(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.infer, layer, self._recipe)
         arguments = (block.weights, block.state, block.inputs)
-        return self._programs.get("infer", layer, ("activations",), function, arguments, donate=(2,))
+        return self._programs.get("infer", "", layer, ("activations",), function, arguments, donate=(2,))
 
     def _pulls_back(self, block: ScheduledBlock) -> tuple[tuple[Any, ...], tuple[Any, ...], list[int], str]:
         """What all backward passes have in common: settings, arguments, what of them may be overwritten, a name."""
@@ -255,7 +266,7 @@ class Schedule:
         )
         tags = ("weights", "slots", "states", "activations", "cotangents", "metrics")
         donate = (0, 1, 2, *(4 + i for i in donate), 9)
-        return self._programs.get(f"backward {name}", layer, tags, function, arguments, donate)
+        return self._programs.get("backward", name, layer, tags, function, arguments, donate)
 
     def _gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         settings, flow, donate, name = self._pulls_back(block)
@@ -264,13 +275,13 @@ class Schedule:
         arguments = (block.weights, block.state, *flow, sums, self._clock, _INDEX, _INDEX)
         tags = ("activations", "cotangents", "gradients")
         donate = (*(2 + i for i in donate), 5)
-        return self._programs.get(f"gradients {name}", layer, tags, function, arguments, donate)
+        return self._programs.get("gradients", name, layer, tags, function, arguments, donate)
 
     def _loss(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.loss, layer, self._recipe)
         arguments = (block.weights, block.slots, block.state, block.inputs, self._clock, _INDEX, _INDEX)
         tags = ("weights", "slots", "states", "cotangents", "metrics", "metrics", "metrics")
-        return self._programs.get("loss", layer, tags, function, arguments, (0, 1, 2) if layer.trains else ())
+        return self._programs.get("loss", "", layer, tags, function, arguments, (0, 1, 2) if layer.trains else ())
 
     def _loss_gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.loss_gradients, layer, self._recipe)
@@ -280,25 +291,25 @@ class Schedule:
             *(self._clock, _INDEX, _INDEX),
         )
         return self._programs.get(
-            "loss gradients", layer, ("states", "cotangents", "gradients"), function, arguments, donate=(3,)
+            "loss gradients", "", layer, ("states", "cotangents", "gradients"), function, arguments, donate=(3,)
         )
 
     def _zeros(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda: (passes.zeros(block.weights),)  # noqa: E731
-        return self._programs.get(f"zeros {describe(block.weights)}", layer, ("gradients",), function, ())
+        return self._programs.get("zeros", describe(block.weights), layer, ("gradients",), function, ())
 
     def _loss_zeros(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda: (passes.zeros(self._loss_sums),)  # noqa: E731
-        return self._programs.get(f"zeros {describe(self._loss_sums)}", layer, ("gradients",), function, ())
+        return self._programs.get("zeros", describe(self._loss_sums), layer, ("gradients",), function, ())
 
     def _start(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.start, layer)
-        return self._programs.get("start", layer, ("metrics",) * 3, function, (self._loss_sums[1],))
+        return self._programs.get("start", "", layer, ("metrics",) * 3, function, (self._loss_sums[1],))
 
     def _measure(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda *arguments: (passes.measure(self._recipe, *arguments),)  # noqa: E731
         arguments = (block.weights, _health_signature(), _INDEX)
-        return self._programs.get("measure", layer, ("metrics",), function, arguments, donate=(1,))
+        return self._programs.get("measure", "", layer, ("metrics",), function, arguments, donate=(1,))
 
     def _update(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.update, layer, self._recipe, not self.deferred)
@@ -307,16 +318,17 @@ class Schedule:
             *(self._clock, self._weight_sum, _health_signature(), _INDEX),
         )
         tags = ("weights", "slots", "states", "metrics")
-        return self._programs.get("update", layer, tags, function, arguments, donate=(0, 1, 2, 7))
+        return self._programs.get("update", "", layer, tags, function, arguments, donate=(0, 1, 2, 7))
 
     def _evaluate(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.evaluate, layer, self._recipe)
-        return self._programs.get("evaluate", layer, ("metrics",), function, (block.weights, block.state, block.inputs))
+        arguments = (block.weights, block.state, block.inputs)
+        return self._programs.get("evaluate", "", layer, ("metrics",), function, arguments)
 
     def _predict(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.predict, layer, self._recipe)
         arguments = (block.weights, block.state, block.inputs)
-        return self._programs.get("predict", layer, ("activations",), function, arguments)
+        return self._programs.get("predict", "", layer, ("activations",), function, arguments)
 
     @functools.cached_property
     def _loss_sums(self) -> tuple[Tree, Stack]:

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import psutil
 
-from reversible_trainer.layers.base import Stack, put, take
+from reversible_trainer.layers.base import Stack, is_differentiable, put, take
 from reversible_trainer.passes import Clock
 from reversible_trainer.schedule import Schedule, ScheduledBlock
-from reversible_trainer.streaming import Accelerator
-from reversible_trainer.tree import Array, TrainState, Tree, tree_bytes
+from reversible_trainer.streaming import Accelerator, Waiting
+from reversible_trainer.streaming.accelerator import Visit
+from reversible_trainer.tree import Array, TrainState, Tree, describe, tree_bytes
 
 Metrics = dict[str, Array]
-Visit = tuple[str, int]  # what to do, with which block
+_log = logging.getLogger("reversible_trainer")
 
 
-def init(accelerator: Accelerator, schedule: Schedule, key: Array) -> TrainState:
-    """Makes every block on the accelerator and fetches it."""
+class Added(NamedTuple):
+    """What making a block added: bytes on the accelerator meanwhile, on the host, and to the process (by psutil).
+
+    The copy to the host may still be under way when the process is asked.
+    """
+
+    block: int
+    accelerator_bytes: int
+    host_bytes: int
+    resident_bytes: int
+
+
+def init(accelerator: Accelerator, schedule: Schedule, key: Array) -> tuple[TrainState, list[Added]]:
+    """Makes every block on the accelerator and fetches it; says what that added."""
+    process, added = psutil.Process(), []
     state = TrainState(0, accelerator.placement.to_host(key), [], [], [])
     accelerator.ledger.host(-accelerator.ledger.host_bytes)
     key = accelerator.place("batch", key)
     for block in schedule.blocks:
         accelerator.ledger.block = block.index
-        made = accelerator.run(schedule.program("init", block.index), key, np.int32(block.index))
+        before = process.memory_info().rss
+        program = schedule.program("init", block.index)
+        made = accelerator.run(program, key, np.int32(block.index))
         for entries, tree in zip((state.weights, state.slots, state.states), accelerator.fetch(made), strict=True):
             entries.append(tree)
+        rise = process.memory_info().rss - before
+        added.append(Added(block.index, program.bytes, block.host_bytes, rise))
+        text = "init: block %d %s: %d bytes on the accelerator, %d to the host, process %+d"
+        _log.info(text, block.index, block.layer.name, program.bytes, block.host_bytes, rise)
     accelerator.finish()
-    return state
+    return state, added
 
 
 def cast(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> list[Tree]:
@@ -39,7 +61,6 @@ def cast(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> lis
     copies: list[Tree] = []
     visits = [("cast", i) for i in range(len(schedule) - 1)]
     for (_, i), (weights,) in accelerator.stream(visits, lambda visit: ({"weights": state.weights[visit[1]]}, False)):
-        accelerator.ledger.block = i
         copies.append(accelerator.fetch(accelerator.run(schedule.program("cast", i), weights)[0]))
     accelerator.finish()
     return copies
@@ -75,10 +96,20 @@ def room(schedule: Schedule, prefetch: int, transactional: bool) -> collections.
         held[updated] += transactional
         moving[updated] = prefetch + 2
         held[tree_bytes(block.weights)] += schedule.deferred
+        if schedule.on_host and block.saves_inputs:
+            held[_moving_bytes(block.inputs)] += schedule.microbatches
         if state_bytes := tree_bytes(block.state):
             held[schedule.microbatches * state_bytes] += 1
             held[state_bytes] += schedule.deferred
+    if schedule.on_host and schedule.microbatches > 1:
+        for stack in {describe(b.stack): b.stack for b in schedule.blocks}.values():
+            held[_moving_bytes(stack)] += 2 * schedule.microbatches + prefetch + 2  # its cotangents too
     return held if transactional else held + moving
+
+
+def _moving_bytes(stack: Stack) -> int:
+    """Of what goes to the host when this stack waits there."""
+    return sum(tree_bytes(x) for x in stack if is_differentiable(x))
 
 
 @dataclasses.dataclass
@@ -91,12 +122,12 @@ class Step:
       state: The run; its entries are replaced one by one.
       copies: Of the weights, in the dtype that is computed in; none if that is theirs.
       clock: On the accelerator.
-      stacks: The activations between the blocks, one stack per microbatch.
-      cotangents: Theirs, in the backward sweep.
-      saved: Block index -> its inputs per microbatch, until its backward pass.
+      waiting: Activations by what they are and microbatch: the "stack" between the blocks, the
+        "cotangents" of that, and for some blocks, with their index, "saved" inputs.
       memos: Block index -> memos or residuals per microbatch, likewise.
       later: Block index -> its state after each microbatch, on the host.
       grads: Block index -> its gradients, on the host, when updates are deferred.
+      passes: Block index and microbatch of the passes still to come.
     """
 
     accelerator: Accelerator
@@ -104,29 +135,28 @@ class Step:
     state: TrainState
     copies: list[Tree]
     clock: Clock
-    stacks: list[Stack]
-    cotangents: list[Stack] = dataclasses.field(default_factory=list)
-    saved: dict[int, list[Stack]] = dataclasses.field(default_factory=dict)
+    waiting: Waiting
     memos: dict[int, list[Tree]] = dataclasses.field(default_factory=dict)
     later: dict[int, tuple[Tree, ...]] = dataclasses.field(default_factory=dict)
     grads: dict[int, Tree] = dataclasses.field(default_factory=dict)
     metrics: Metrics = dataclasses.field(default_factory=dict)
     weight_sum: Any = None
     health: Any = None
+    passes: Iterator[tuple[int, int]] = dataclasses.field(default_factory=lambda: iter(()))
 
     def run(self) -> Metrics:
         """Goes through all visits and returns the metrics."""
-        schedule, ledger = self.schedule, self.accelerator.ledger
+        schedule = self.schedule
         last = len(schedule) - 1
         backward = range(last - 1, schedule.lowest - 1, -1)
         visits = [*(("forward", i) for i in range(last)), ("loss", last), *(("backward", i) for i in backward)]
+        self.passes = iter([(i, m) for _, i in visits for m in range(schedule.microbatches)])
+        next(self.passes)
         if schedule.deferred:
             visits += [("update", i) for i in range(len(schedule)) if schedule[i].layer.trains]
         for (kind, i), arrays in self.accelerator.stream(visits, self._needed):
-            ledger.block = i
             getattr(self, f"_{kind}")(schedule[i], *arrays)
         self.accelerator.finish()
-        ledger.block = None
         self.state.step += 1
         counts = {"skipped_blocks": self.health.skipped, "first_skipped_block": self.health.first}
         return {**self.metrics, **counts, "optimizer_failures": self.health.failures}
@@ -156,16 +186,17 @@ class Step:
 
     def _forward(self, block: ScheduledBlock, weights: Tree, state: Tree) -> None:
         i, program, states = block.index, self.schedule.program("forward", block.index), [state]
-        for m, stack in enumerate(self.stacks):
-            inputs, rest = take(stack, len(block.inputs))
+        for m in range(self.schedule.microbatches):
+            inputs, rest = take(self.waiting.take(("stack", m)), len(block.inputs))
             outputs, state, memo = self.accelerator.run(program, weights, state, inputs, self.clock, *_place(i, m))
             states.append(state)
             if block.policy != "frozen":
                 self.memos.setdefault(i, []).append(memo)
             if block.saves_inputs:
-                self.saved.setdefault(i, []).append(inputs)
-            self.stacks[m] = put(rest, outputs)
-            del inputs, rest, outputs, stack  # the next microbatch's pass must not find them still held
+                self.waiting.put(("saved", i, m), "activations", inputs, self.schedule.on_host)
+            self._put("stack", m, put(rest, outputs))
+            del inputs, rest, outputs  # the next microbatch's pass must not find them still held
+            self._send_next_pass()
         if jax.tree.leaves(state) and block.layer.trains:
             self.later[i] = self.accelerator.fetch(tuple(states[1:]))
 
@@ -173,22 +204,27 @@ class Step:
         *slots, states = slots_and_states
         i, run, schedule = block.index, self.accelerator.run, self.schedule
         if schedule.in_one:
-            slots = slots or [block.slots]
+            slots, stack = slots or [block.slots], self.waiting.take(("stack", 0))
             *updated, cotangents, self.metrics, self.weight_sum, self.health = run(
-                schedule.program("loss", i), weights, *slots, states[0], self.stacks[0], self.clock, *_place(i, 0)
+                schedule.program("loss", i), weights, *slots, states[0], stack, self.clock, *_place(i, 0)
             )
-            self.cotangents = [cotangents]
+            self._put("stack", 0, stack)
+            self._put("cotangents", 0, cotangents)
             if block.layer.trains:
                 self._fetch(i, updated)
+            self._send_next_pass()
             return
         sums = (None, None)
         if schedule.microbatches > 1:
             (sums,) = run(schedule.program("loss_zeros", i))
         state = states[0]
-        for m, stack in enumerate(self.stacks):
-            program = schedule.program("loss_gradients", i)
+        for m in range(schedule.microbatches):
+            program, stack = schedule.program("loss_gradients", i), self.waiting.take(("stack", m))
             state, cotangents, sums = run(program, weights, state, stack, sums, self.clock, *_place(i, m))
-            self.cotangents.append(cotangents)
+            self._put("stack", m, stack)
+            self._put("cotangents", m, cotangents)
+            del stack, cotangents
+            self._send_next_pass()
         grads, outputs = sums
         self.metrics, self.weight_sum, self.health = run(schedule.program("start", i), outputs)
         if block.layer.trains:
@@ -197,17 +233,17 @@ class Step:
     def _backward(self, block: ScheduledBlock, weights: Tree, *slots_and_states: Any) -> None:
         *slots, states = slots_and_states
         i, run, schedule = block.index, self.accelerator.run, self.schedule
-        entries_of, memos = self.saved.pop(i, None), self.memos.pop(i)
+        memos = self.memos.pop(i)
         trains_in_one = schedule.in_one and block.layer.trains
         sums = None
         if block.layer.trains and schedule.microbatches > 1:
             (sums,) = run(schedule.program("zeros", i))
         for m in range(schedule.microbatches):
-            entries, stack = take(self.stacks[m], len(block.outputs))
-            cts, rest_cts = take(self.cotangents[m], len(block.outputs))
-            saved = entries_of[m] if entries_of else None
+            entries, stack = take(self.waiting.take(("stack", m)), len(block.outputs))
+            cts, rest_cts = take(self.waiting.take(("cotangents", m)), len(block.outputs))
+            saved = self.waiting.take(("saved", i, m)) if block.saves_inputs else None
             flow = ({"reverse": entries, "recompute": saved, "keep": ()}[block.policy], cts, memos[m])
-            self.stacks[m] = self.cotangents[m] = memos[m] = None  # type: ignore
+            memos[m] = None
             del entries, cts
             if trains_in_one:
                 *updated, inputs, input_cts, self.health = run(
@@ -221,10 +257,28 @@ class Step:
             del flow
             if block.policy != "reverse":
                 inputs = saved if saved is not None else (None,) * len(block.inputs)  # nobody will ask for them
-            self.stacks[m], self.cotangents[m] = put(stack, inputs), put(rest_cts, input_cts)
+            self._put("stack", m, put(stack, inputs))
+            self._put("cotangents", m, put(rest_cts, input_cts))
             del inputs, input_cts, stack, rest_cts, saved
+            self._send_next_pass()
         if block.layer.trains and not trains_in_one:
             self._finish_gradients(block, sums, weights, slots, states[0], states[-1])
+
+    def _put(self, kind: str, m: int, stack: Stack) -> None:
+        """Lets a stack wait for the next block; a single one has nothing to wait for."""
+        tag = "cotangents" if kind == "cotangents" else "activations"
+        self.waiting.put((kind, m), tag, stack, self.schedule.on_host and self.schedule.microbatches > 1)
+
+    def _send_next_pass(self) -> None:
+        """Sends what the next pass needs and waits on the host, when all but the program just enqueued has run."""
+        following = next(self.passes, None)
+        if not self.schedule.on_host or not self.accelerator.prefetch or following is None:
+            return
+        i, m = following
+        self.accelerator.catch_up(1)
+        self.accelerator.send_ahead()
+        for key in (("stack", m), ("cotangents", m), ("saved", i, m)):
+            self.waiting.send(key)
 
     def _finish_gradients(
         self, block: ScheduledBlock, grads: Tree, weights: Tree, slots: Sequence[Tree], state: Tree, new_state: Tree
@@ -274,8 +328,11 @@ def train(
     copies = [] if copies is None else copies
     host_bytes = schedule.host_bytes + tree_bytes(copies)
     accelerator.ledger.host(host_bytes - accelerator.ledger.host_bytes)
-    stacks = [accelerator.place("batch", microbatch) for microbatch in microbatches]
-    return Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), stacks).run()
+    waiting = Waiting(accelerator, is_differentiable)
+    step = Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), waiting)
+    for m, microbatch in enumerate(microbatches):
+        step.waiting.put(("stack", m), "batch", accelerator.place("batch", microbatch))
+    return step.run()
 
 
 def _place(index: int, microbatch: int) -> tuple[np.int32, np.int32]:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from reversible_trainer import passes, sweeps
-from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack
+from reversible_trainer import checks, passes, planning, sweeps
+from reversible_trainer.layers.base import Layer, ReversibleLayer, Stack
 from reversible_trainer.passes import Clock, Optimizer, Recipe, rate_dtype
+from reversible_trainer.planning import Headroom
 from reversible_trainer.probe import check_separable
-from reversible_trainer.schedule import POLICIES, Schedule, ScheduledBlock, clock_signature
-from reversible_trainer.streaming import Accelerator, BlockPlan, Event, Ledger, MemoryPlan, Placement, Programs
+from reversible_trainer.schedule import POLICIES, Schedule, clock_signature
+from reversible_trainer.streaming import (
+    Accelerator,
+    Ledger,
+    MemoryPlan,
+    Placement,
+    Programs,
+    Recorder,
+    device_limit,
+    memory_bytes,
+)
 from reversible_trainer.sweeps import Metrics
-from reversible_trainer.tree import Array, TrainState, Tree, describe, signature, tree_bytes, tree_size
-
-_HELD_METRICS = 8  # steps whose metrics the plan lets a caller hold unread
+from reversible_trainer.tree import Array, TrainState, Tree, describe, signature
 
 
 class NonFiniteError(FloatingPointError):
@@ -37,6 +45,10 @@ class NonFiniteError(FloatingPointError):
         self.state, self.metrics = state, metrics
 
 
+class OutOfMemoryError(MemoryError):
+    """Accelerator or host had less memory than planned; the message says what was there."""
+
+
 class Trainer:
     """Trains a list of blocks whose weights and slots live in host memory.
 
@@ -47,7 +59,8 @@ class Trainer:
         that of a large block is a program of its own, which runs beside the next backward pass.)
       microbatches: Parts that a batch is cut into along the first axis. Each block is sent
         once per sweep and runs them one after the other; their gradients add up, and there
-        is one update. Memory for activations inside a block shrinks accordingly.
+        is one update. Memory for activations inside a block shrinks accordingly. "auto":
+        as few as fit `accelerator_memory`.
       compute_dtype: What the blocks compute in, such as "bfloat16". The weights stay what they
         are; the forward sweep is sent copies in this dtype, which the host holds besides.
         Residual streams, losses and norms stay float32.
@@ -65,6 +78,9 @@ class Trainer:
       accelerator_memory: Bytes, or text as in "16GiB", or "device" for the device's own limit:
         "auto" then gives "keep" to as many blocks as fit, the last ones first, and what does
         not fit at all is refused.
+      waiting: Where activations wait: inputs that "recompute" saves, and the stacks between the
+        blocks when there are several microbatches. "accelerator", or "host", from where
+        they are sent one pass ahead. "auto" is the host only if `accelerator_memory` asks for it.
       prefetch: Blocks that are sent ahead of the one at work.
       placement: Where arrays live; by default `Placement.shared()` on a CPU, else
         `Placement.pinned()`.
@@ -76,6 +92,8 @@ class Trainer:
     Attributes:
       ledger: What is on the accelerator; `ledger.peak_bytes` is the most there has been.
       programs: The compiled programs; `len(programs)` does not depend on depth.
+      added: What each block of the last `init` added to accelerator, host and process; also
+        logged by the logger `reversible_trainer`.
 
     Raises:
       ValueError: If blocks or optimizer cannot be trained this way, or settings contradict
@@ -99,44 +117,57 @@ class Trainer:
         self,
         blocks: Sequence[Layer],
         optimizer: Optimizer,
-        microbatches: int = 1,
+        microbatches: int | str = 1,
         compute_dtype: Any = None,
         update: str = "fused",
         clip_per_block: float | None = None,
         clip_global: float | None = None,
         policy: str | Callable[[int, Layer], str | None] = "auto",
         accelerator_memory: str | int | None = None,
+        waiting: str = "auto",
         prefetch: int = 1,
         placement: Placement | None = None,
         verify_reversal: bool = False,
         non_finite: str = "skip",
         transactional: bool = False,
     ):
+        self._settings = {name: value for name, value in locals().items() if name != "self"}
         if verify_reversal:
             raise NotImplementedError("Trainer(verify_reversal=...): not yet; this version has only its default.")
-        _check_whole("microbatches", microbatches, 1)
-        _check_whole("prefetch", prefetch, 0)
-        _check_choice("update", update, ("fused", "deferred"))
-        _check_choice("non_finite", non_finite, ("skip", "raise"))
+        if microbatches != "auto":
+            checks.whole("microbatches", microbatches, 1)
+        elif accelerator_memory is None:
+            raise ValueError("Trainer(microbatches='auto'): set accelerator_memory, which they have to fit.")
+        checks.choice("waiting", waiting, ("auto", "accelerator", "host"))
+        checks.whole("prefetch", prefetch, 0)
+        checks.choice("update", update, ("fused", "deferred"))
+        checks.choice("non_finite", non_finite, ("skip", "raise"))
         if not callable(policy):
-            _check_choice("policy", policy, ("auto", *POLICIES))
-        _check_clipping(update, clip_per_block, clip_global)
+            checks.choice("policy", policy, ("auto", *POLICIES))
+        checks.clipping(update, clip_per_block, clip_global)
         if not isinstance(placement, Placement | None):
             raise TypeError(
                 f"Trainer(placement={placement!r}): expected a Placement, as Placement.pinned() or Placement.shared()."
             )
-        self.blocks = _checked(blocks)
+        self.blocks = checks.blocks(blocks)
         self.optimizer = optimizer
         self.policy = policy
         self.placement = placement or Placement.default()
         self.programs = Programs(self.placement)
         self.ledger = Ledger()
-        self._recipe = Recipe(optimizer, _checked_dtype(compute_dtype), clip_per_block, clip_global)
+        self._recipe = Recipe(optimizer, checks.dtype(compute_dtype), clip_per_block, clip_global)
         self._microbatches, self._deferred, self._raises = microbatches, update == "deferred", non_finite == "raise"
-        self._memory = None if accelerator_memory is None else accelerator_bytes(accelerator_memory)
+        where = f"Trainer(accelerator_memory={accelerator_memory!r})"
+        self._memory = None if accelerator_memory is None else memory_bytes(accelerator_memory, where)
         self._accelerator = Accelerator(self.placement, self.ledger, prefetch, transactional)
+        # Whether activations may wait on the host, in the order in which that is tried.
+        self._places = {"auto": (False, True), "accelerator": (False,), "host": (True,)}[waiting]
+        if self.placement.same_memory:
+            self._places = (False,)  # there is nowhere to go
+        self.added: list[sweeps.Added] = []
         self._schedules: dict[Any, Schedule] = {}
-        self._fitted: dict[Schedule, Schedule] = {}  # to accelerator_memory
+        self._fitted: dict[str, tuple[Schedule, str]] = {}  # to accelerator_memory, by the batch's signature
+        self._plans: dict[Schedule, MemoryPlan] = {}
         self._rooms: dict[Schedule, dict[int, int]] = {}  # of those whose programs are compiled
         self._returned: weakref.ref[TrainState] | None = None  # by the last step
         self._copies: list[Tree] | None = None  # of its weights, in the dtype that is computed in
@@ -152,7 +183,13 @@ class Trainer:
         """
         if getattr(key, "dtype", None) != clock_signature().key.dtype:
             raise ValueError(f"Trainer.init: expected a key made by jax.random.key(seed), got {key!r}.")
-        return sweeps.init(self._accelerator, self._training_schedule(batch), key)
+        schedule = self._training_schedule(batch)
+        self.check_memory(batch)
+        try:
+            state, self.added = sweeps.init(self._accelerator, schedule, key)
+            return state
+        except Exception as error:
+            raise self._explained(error, batch) from error
 
     def init_signature(self, batch: Stack) -> TrainState:
         """A `TrainState` of `ShapeDtypeStruct`s: what `init` would make, nothing allocated."""
@@ -205,17 +242,17 @@ class Trainer:
         if schedule.casts and copies is None:
             copies = sweeps.cast(self._accelerator, schedule, state)
         self._copies = self._returned = None
-        work = state_copy(state) if transactional else state.consume()
+        work = state.copy() if transactional else state.consume()
         try:
-            metrics = sweeps.train(self._accelerator, schedule, work, copies, self._cut(batch), clock)
+            metrics = sweeps.train(self._accelerator, schedule, work, copies, _cut(batch, schedule.microbatches), clock)
             if transactional:
                 jax.block_until_ready((work.weights, work.slots, work.states, metrics))
                 state.consume()
         except Exception as error:
-            self._accelerator.abandon()
+            explained = self._explained(error, batch)
             if not transactional:
-                error.add_note(f"Step {clock.step + 1} had consumed its state: go on from the last checkpoint.")
-            raise
+                explained.add_note(f"Step {clock.step + 1} had consumed its state: go on from the last checkpoint.")
+            raise explained from (None if explained is error else error)
         self._returned, self._copies = weakref.ref(work), copies
         if self._raises and (skipped := int(metrics["skipped_blocks"])):
             first = int(metrics["first_skipped_block"])
@@ -227,6 +264,21 @@ class Trainer:
                 metrics,
             )
         return work, metrics
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Records the steps inside, what is copied and run when, and memory at every event.
+
+        At its end it waits until all of it is done. Steps are a little slower meanwhile: programs
+        are enqueued only when their block has arrived.
+        """
+        recorder, watch = Recorder(), self.ledger.watch
+        self._accelerator.recorder, self.ledger.watch = recorder, recorder.watch
+        try:
+            yield recorder
+        finally:
+            self._accelerator.recorder, self.ledger.watch = None, watch
+            recorder.close()
 
     def evaluate(self, state: TrainState, batch: Stack) -> Metrics:
         """`loss`, the loss layer's metrics and `weight` of a batch, deterministic (no dropout)."""
@@ -240,66 +292,105 @@ class Trainer:
 
     def plan(self, batch: Stack) -> MemoryPlan:
         """What `init` and steps with such batches will need: the same sweeps, run over a ledger without arrays."""
-        return self._plan(self._training_schedule(batch))
+        schedule, why = self._choice(batch)
+        return dataclasses.replace(self._plan(schedule), why=why)
+
+    def check_memory(self, batch: Stack) -> None:
+        """Raises `ValueError` if what `plan` says is more than there is: on the accelerator, or on the host.
+
+        The limits are `accelerator_memory`, or else what the device tells of itself, and the
+        memory that this process may still take, or the free room on the disk. `init` asks too.
+        """
+        schedule = self._training_schedule(batch)
+        for where, needed, limit in self.limits():
+            if needed(self._plan(schedule)) > limit:
+                raise self._too_much(where, limit, batch, schedule, needed)
+
+    def headroom(self, batch: Stack) -> Headroom:
+        """How many more blocks, microbatches or rows would fit within the limits of `check_memory`."""
+        schedule = self._training_schedule(batch)
+        limits = [(needed, limit) for _, needed, limit in self.limits()]
+
+        def planned(changes: dict[str, Any], batch: Stack) -> MemoryPlan:
+            return self._variant(schedule, changes).plan(batch)
+
+        return planning.headroom(self.blocks, signature(batch), limits, planned)
+
+    def limits(self) -> list[tuple[str, Callable[[MemoryPlan], int], int]]:
+        """Where memory is limited, how much of it a plan needs, and the limit in bytes."""
+        found: list[tuple[str, Callable[[MemoryPlan], int], int]] = []
+        if (limit := self._memory or device_limit()) is not None:
+            found.append(("accelerator memory", lambda plan: plan.peak_accelerator_bytes, limit))
+        where, available, shared = self.placement.room()
+        found.append((where, lambda plan: plan.peak_host_bytes + shared * plan.peak_accelerator_bytes, available))
+        return found
 
     # How they do it.
 
     def _plan(self, schedule: Schedule) -> MemoryPlan:
-        placement, ledger = Placement.planned(self.placement), Ledger()
-        accelerator = Accelerator(placement, ledger, self._accelerator.prefetch, self._accelerator.transactional)
-        peaks = [0] * len(schedule)
+        if schedule not in self._plans:
+            settings = self._accelerator.prefetch, self._accelerator.transactional
+            self._plans[schedule] = planning.plan(schedule, self.placement, *settings)
+        return self._plans[schedule]
 
-        def watch(event: Event) -> None:
-            if event.block is not None:
-                peaks[event.block] = max(peaks[event.block], event.bytes)
+    def _explained(self, error: Exception, batch: Stack) -> Exception:
+        """Ends a sweep that failed; gives the error, or one that says what was planned if memory has run out."""
+        ledger = self.ledger
+        live = ", ".join(f"{tag} {nbytes:,}" for tag, nbytes in sorted(ledger.arrays.items()) if nbytes)
+        at = "" if ledger.block is None else f" at block {ledger.block} {self.blocks[ledger.block].name}"
+        self._accelerator.abandon()
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            return error
+        plan = self.plan(batch)
+        return OutOfMemoryError(
+            f"Trainer: memory has run out{at}: {str(error).splitlines()[0]} Planned were "
+            f"{plan.peak_accelerator_bytes:,} bytes on the accelerator and {plan.peak_host_bytes:,} on the host. There "
+            f"were, on the accelerator, {live or 'no arrays'}; on the host {ledger.host_bytes:,} bytes. Something else "
+            f"may use the memory too. Change {', '.join(planning.leaner(self._settings, plan))}."
+        )
 
-        ledger.watch = watch
-        clock = placement.to_host(clock_signature())
-        state = sweeps.init(accelerator, schedule, clock.key)
-        copies = sweeps.cast(accelerator, schedule, state) if schedule.casts else None
-        batches = [schedule.batch] * schedule.microbatches
-        before = state_copy(state)  # what a transactional step leaves to the caller
-        metrics = sweeps.train(accelerator, schedule, state, copies, batches, clock)
-        del before
-        held = [placement.to_accelerator(metrics) for _ in range(_HELD_METRICS)]
-        ledger.track("metrics", held)
-        # A second step begins while the last program of the first still runs.
-        sweeps.train(accelerator, schedule, state, copies, batches, clock)
-        blocks = tuple(_block_plan(schedule, block, peaks[block.index]) for block in schedule.blocks)
-        assert ledger.peak is not None
-        return MemoryPlan(blocks, ledger.peak_bytes, ledger.peak_host_bytes, ledger.peak)
+    def _variant(self, schedule: Schedule, changes: dict[str, Any]) -> Trainer:
+        """A trainer that does what this one does by a schedule, but for some settings."""
+        chosen = {"microbatches": schedule.microbatches, "waiting": "host" if schedule.on_host else "accelerator"}
+        other = Trainer(**{**self._settings, **chosen, "accelerator_memory": None, **changes})
+        if not changes.keys() & {"update", "compute_dtype"}:  # they make other programs of the same name
+            other.programs = self.programs
+        return other
 
-    def _cut(self, batch: Stack) -> list[Stack]:
-        """The microbatches of a batch."""
-        n = self._microbatches
-        if n == 1:
-            return [batch]
-        return [tuple(x[m * len(x) // n : (m + 1) * len(x) // n] for x in batch) for m in range(n)]
+    def _too_much(
+        self, where: str, limit: int, batch: Stack, schedule: Schedule, needed: Callable[[MemoryPlan], int]
+    ) -> ValueError:
+        """The error that says what is needed, what is there, and what would help."""
+        now = needed(self._plan(schedule))
+        measure = lambda changes: needed(self._variant(schedule, changes).plan(batch))  # noqa: E731
+        found = planning.savings(self._settings, schedule.microbatches, schedule.on_host, batch, now, measure)
+        return ValueError(
+            f"Trainer: training needs {now:,} bytes of {where}, and {limit:,} are there. "
+            f"{'What would help most: ' + '; '.join(found) if found else 'Use smaller blocks or batches'}."
+        )
+
+    def _choice(self, batch: Stack) -> tuple[Schedule, str]:
+        """The schedule of one microbatch of such batches, and why it has so many and where activations wait."""
+        checks.stack(batch)
+        if self._memory is None:
+            assert isinstance(self._microbatches, int)
+            return self._schedule(batch, None, self._microbatches, self._places[0]), "as set"
+        key = describe(batch)
+        if key not in self._fitted:
+            self._fitted[key] = self._within_memory(batch)
+        return self._fitted[key]
 
     def _training_schedule(self, batch: Stack) -> Schedule:
-        """The schedule of one microbatch of such batches."""
-        _check_batch(batch)
-        n = self._microbatches
-        for x in batch if n > 1 else ():
-            if not x.shape or x.shape[0] % n:
-                raise ValueError(
-                    f"Trainer: a batch is cut into {n} microbatches along the first axis of its arrays, which must "
-                    f"be a multiple of {n}; got ({describe(batch)})."
-                )
-        if n > 1:
-            batch = tuple(jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype) for x in batch)
-        schedule = self._schedule(batch)
-        if self._memory is None:
-            return schedule
-        if schedule not in self._fitted:
-            self._fitted[schedule] = self._within_memory(schedule)
-        return self._fitted[schedule]
+        return self._choice(batch)[0]
 
-    def _schedule(self, batch: Stack, state: TrainState | None = None) -> Schedule:
-        _check_batch(batch)
-        key = (state is None, *((x.shape, x.dtype) for x in batch))
+    def _schedule(
+        self, batch: Stack, state: TrainState | None = None, microbatches: int = 1, on_host: bool = False
+    ) -> Schedule:
+        checks.stack(batch)
+        key = (state is None, microbatches, on_host, *((x.shape, x.dtype) for x in batch))
         if key not in self._schedules:
-            schedule = self._traced(signature(batch), state, self._choice)
+            part = _microbatch(batch, microbatches) if microbatches > 1 else signature(batch)
+            schedule = self._traced(part, state, self._policy, microbatches, on_host)
             if not self._schedules and state is None:
                 trained = {b.layer.name: b.weights for b in schedule.blocks if b.layer.trains}
                 check_separable(self.optimizer, trained)
@@ -307,12 +398,17 @@ class Trainer:
         return self._schedules[key]
 
     def _traced(
-        self, batch: Stack, state: TrainState | None, choose: Callable[[int, Layer], tuple[str, str]]
+        self,
+        batch: Stack,
+        state: TrainState | None,
+        choose: Callable[[int, Layer], tuple[str, str]],
+        microbatches: int,
+        on_host: bool,
     ) -> Schedule:
         settings = self.blocks, self._recipe, choose, self.programs, batch
-        return Schedule(*settings, self._microbatches, self._deferred, self.placement.side_by_side, state)
+        return Schedule(*settings, microbatches, self._deferred, self.placement.side_by_side, on_host, state)
 
-    def _choice(self, index: int, layer: Layer) -> tuple[str, str]:
+    def _policy(self, index: int, layer: Layer) -> tuple[str, str]:
         """The policy of a block, and why."""
         reversible = isinstance(layer, ReversibleLayer)
         asked = self.policy(index, layer) if callable(self.policy) else self.policy
@@ -321,144 +417,56 @@ class Trainer:
                 return "reverse", "reversible: its inputs are computed from its outputs"
             return "recompute", "standard: keeps its input"
         where = f"Trainer: the policy of block {index} {layer.name}"
-        _check_choice(where, asked, ("auto", *POLICIES))
+        checks.choice(where, asked, ("auto", *POLICIES))
         if asked == "reverse" and not reversible:
             if not callable(self.policy):  # asked of all blocks
                 return "recompute", "standard: cannot be reversed"
             raise ValueError(f"{where} cannot be 'reverse': it is no ReversibleLayer. Use 'recompute' or 'keep'.")
         return asked, f"policy {asked!r} was asked for"
 
-    def _within_memory(self, schedule: Schedule) -> Schedule:
-        """The schedule with as many blocks that keep as the accelerator's memory allows, the last ones first."""
-        assert self._memory is not None
-        needed = self._plan(schedule).peak_accelerator_bytes
-        if needed > self._memory:
-            raise ValueError(
-                f"Trainer: a step needs {needed:,} bytes on the accelerator, and accelerator_memory is "
-                f"{self._memory:,}. Use more microbatches, prefetch=0, or smaller blocks."
-            )
-        if self.policy != "auto":
-            return schedule
-        places = [b.index for b in schedule.blocks if b.policy in ("reverse", "recompute")]
+    def _within_memory(self, batch: Stack) -> tuple[Schedule, str]:
+        """The first schedule that fits the memory, with as many blocks that keep as it allows."""
+        limit, asked = self._memory or 0, self._microbatches
+        size = min((x.shape[0] if x.shape else 1) for x in batch)
+        counts = [asked] if isinstance(asked, int) else [n for n in range(1, size + 1) if size % n == 0]
+        fits = lambda schedule: self._plan(schedule).peak_accelerator_bytes <= limit  # noqa: E731
+        tried = []
+        for on_host in self._places:
+            for count in counts:
+                schedule = self._schedule(batch, None, count, on_host)
+                if fits(schedule):
+                    why = f"{'the first tried that fits' if tried else 'fits'} accelerator_memory, {limit:,} bytes"
+                    if self.policy != "auto":
+                        return schedule, why
+                    return planning.keep_what_fits(schedule, self._keeping(schedule), fits), why
+                tried.append(schedule)
+        least = min(tried, key=lambda schedule: self._plan(schedule).peak_accelerator_bytes)
+        raise self._too_much("accelerator memory", limit, batch, least, lambda p: p.peak_accelerator_bytes)
 
-        def keeping(count: int) -> Schedule:
-            chosen = set(places[len(places) - count :])
+    def _keeping(self, schedule: Schedule) -> Callable[[frozenset[int]], Schedule]:
+        """Makes the schedule in which some blocks keep their residuals."""
 
+        def make(indices: frozenset[int]) -> Schedule:
             def choose(index: int, layer: Layer) -> tuple[str, str]:
-                return ("keep", "its residuals fit the memory") if index in chosen else self._choice(index, layer)
+                return ("keep", "its residuals fit the memory") if index in indices else self._policy(index, layer)
 
-            return self._traced(schedule.batch, None, choose)
+            return self._traced(schedule.batch, None, choose, schedule.microbatches, schedule.on_host)
 
-        best, low, high = schedule, 0, len(places)
-        while low < high:  # the peak rises with the number of blocks that keep
-            middle = (low + high + 1) // 2
-            candidate = keeping(middle)
-            if self._plan(candidate).peak_accelerator_bytes <= self._memory:
-                best, low = candidate, middle
-            else:
-                high = middle - 1
-        return best
+        return make
 
 
-def state_copy(state: TrainState) -> TrainState:
-    """Another state with the same arrays, in lists of its own."""
-    return TrainState(state.step, state.key, list(state.weights), list(state.slots), list(state.states))
+def _cut(batch: Stack, count: int) -> list[Stack]:
+    """The microbatches of a batch."""
+    if count == 1:
+        return [batch]
+    return [tuple(x[m * len(x) // count : (m + 1) * len(x) // count] for x in batch) for m in range(count)]
 
 
-# What is asked of the blocks and settings, and said of them.
-
-
-def accelerator_bytes(given: str | int) -> int:
-    """Bytes from a number, text with a unit, or "device".
-
-    Example:
-      >>> accelerator_bytes("16GiB"), accelerator_bytes("1.5 MB"), accelerator_bytes(4096)
-      (17179869184, 1500000, 4096)
-    """
-    if given == "device":
-        limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-        if limit is None:
-            raise ValueError(f"Trainer(accelerator_memory='device'): {jax.devices()[0]} does not tell; give bytes.")
-        return limit
-    units = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?i?)B?\s*", str(given))
-    if not match or match[2] not in units or float(match[1]) <= 0:
-        raise ValueError(f"Trainer(accelerator_memory={given!r}): expected bytes, as in 16GiB or 500MB, or 'device'.")
-    return int(float(match[1]) * units[match[2]])
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"Trainer({name}={value!r}): expected a whole number, {least} or more.")
-
-
-def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        where = name if " " in name else f"Trainer({name}={value!r})"
-        raise ValueError(f"{where}: expected one of {', '.join(map(repr, known))}, got {value!r}.")
-
-
-def _check_clipping(update: str, clip_per_block: Any, clip_global: Any) -> None:
-    for name, value in {"clip_per_block": clip_per_block, "clip_global": clip_global}.items():
-        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
-            raise ValueError(f"Trainer({name}={value!r}): expected a positive number, the largest norm, or None.")
-    if clip_global is not None and update == "fused":
+def _microbatch(batch: Stack, count: int) -> Stack:
+    """Signature of one microbatch."""
+    if any(not x.shape or x.shape[0] % count for x in batch):
         raise ValueError(
-            f"Trainer(clip_global={clip_global}): the norm of all gradients is known only after the whole backward "
-            "sweep, and update='fused' has updated the blocks by then. Set update='deferred' (gradients wait on the "
-            "host, one sweep more), or clip each block by itself with clip_per_block."
+            f"Trainer: a batch is cut into {count} microbatches along the first axis of its arrays, which must "
+            f"be a multiple of {count}; got ({describe(batch)})."
         )
-    if clip_global is not None and clip_per_block is not None:
-        raise ValueError("Trainer: clip_global and clip_per_block exclude each other; set one of them.")
-
-
-def _checked_dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"Trainer(compute_dtype={dtype!r}): expected a floating-point dtype, as 'bfloat16', or None.")
-    return found
-
-
-def _check_batch(batch: Any) -> None:
-    if not isinstance(batch, tuple) or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in batch):
-        kinds = ", ".join(type(x).__name__ for x in batch) if isinstance(batch, tuple) else ""
-        got = f"a tuple of ({kinds})" if kinds else f"a {type(batch).__name__}"
-        raise TypeError(f"Trainer: a batch is a tuple of arrays, the first stack; got {got}.")
-
-
-def _checked(blocks: Sequence[Layer]) -> tuple[Layer, ...]:
-    for i, block in enumerate(blocks):
-        if not isinstance(block, Layer):
-            raise TypeError(f"Trainer: block {i} must be a Layer, got {block!r} ({type(block).__name__}).")
-        if isinstance(block, LossLayer) != (i == len(blocks) - 1):
-            place = "the last block" if i == len(blocks) - 1 else f"block {i} of {len(blocks)}"
-            raise ValueError(
-                f"Trainer: {place} is {block.name}. The last block, and no other, must be a LossLayer "
-                "such as CrossEntropy() or LossSerial(..., CrossEntropy())."
-            )
-    if not blocks:
-        raise ValueError("Trainer: blocks is empty; the least is one LossLayer.")
-    return tuple(blocks)
-
-
-def _block_plan(schedule: Schedule, block: ScheduledBlock, peak_bytes: int) -> BlockPlan:
-    programs = {kind: schedule.program(kind, block.index) for kind in schedule.kinds(block.index)}
-    flops = sum(program.flops for program in programs.values())
-    forward = programs.pop("forward").bytes if "forward" in programs else 0
-    return BlockPlan(
-        name=block.layer.name,
-        policy=block.policy,
-        why=block.why,
-        weights=tree_size(block.weights),
-        weight_bytes=tree_bytes(block.weights),
-        slot_bytes=tree_bytes(block.slots),
-        forward_bytes=forward,
-        backward_bytes=max((program.bytes for program in programs.values()), default=0),
-        flops=flops,
-        peak_bytes=peak_bytes,
-    )
+    return tuple(jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype) for x in batch)

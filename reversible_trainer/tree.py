@@ -108,6 +108,10 @@ class TrainState:
     slots: list[Tree]
     states: list[Tree]
 
+    def copy(self) -> TrainState:
+        """Another state with the same arrays, in lists of its own."""
+        return TrainState(self.step, self.key, list(self.weights), list(self.slots), list(self.states))
+
     def consume(self) -> TrainState:
         """Moves everything into a new state and leaves this one unusable."""
         moved = TrainState(**{name: getattr(self, name) for name in _FIELDS})

@@ -38,8 +38,8 @@ def measure(depths: list[int], optimizer: str, placement: str, width: int, lengt
     for depth in depths:
         blocks = reversible_transformer_lm(64, width=width, depth=depth, heads=4, ff_width=4 * width)
         trainer = Trainer(blocks, OPTIMIZERS[optimizer], placement=getattr(Placement, placement)())
-        state = trainer.init(jax.random.key(0), batch)
         start = time.perf_counter()
+        state = trainer.init(jax.random.key(0), batch)  # compiles what a step runs too, to see whether it fits
         state, metrics = trainer.step(state, batch, 1e-3)
         jax.block_until_ready((state.weights, metrics))
         runs.append([trainer, state, [], time.perf_counter() - start])

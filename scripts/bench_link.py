@@ -3,10 +3,14 @@
     python scripts/bench_link.py [--json] [--png FILE]
 
 Host and accelerator are the same memory here, and a thread per direction sleeps as long as a link of the given
-bandwidth would take, outside the interpreter's lock. The blocks' own time is measured with a link that takes none.
+bandwidth would take, outside the interpreter's lock. What has not left the accelerator yet is sent again only when
+it has. Programs run one after the other, as on the accelerators that have a link.
+
 With blocks of equal size the formula is, per sweep, max(compute, link) with `prefetch=1` and their sum with
-`prefetch=0`. It takes as much time to send a block forward as to run it at the break-even bandwidth; one half and
-twice that are measured too.
+`prefetch=0`; compute is what the programs of a sweep take with a link that takes no time, measured just before each
+measurement. Measured is the mean of two steps in a row, to the arrival of the last block at the host. At the
+break-even bandwidth sending the blocks of a sweep takes as long as running them; one half and twice that are
+measured too, for both sweeps. The ratios are medians over the rounds.
 """
 
 # ruff: noqa: D102  (the methods are those of streaming/placement.py)
@@ -46,25 +50,40 @@ from reversible_trainer.tree import Tree, tree_bytes
 class Link(Placement):
     """A link that is simulated by sleeping; `bandwidth` in bytes per second each way."""
 
+    side_by_side = False
+
     def __init__(self, bandwidth: float):
         self.bandwidth = bandwidth
         self._in, self._out = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        self._leaving: dict[int, concurrent.futures.Future[None]] = {}  # by the array's address
 
     def _take(self, nbytes: int) -> None:
         if self.bandwidth < float("inf"):
             time.sleep(nbytes / self.bandwidth)
 
     def send(self, tree: Tree, keep: bool = False) -> Pending:
-        return _Travelling(tree, self._in.submit(self._take, tree_bytes(tree)), arrives=True)
-
-    def fetch(self, tree: Tree) -> Pending:
         nbytes = tree_bytes(tree)
+        leaving = {self._leaving[id(x)] for x in jax.tree.leaves(tree) if id(x) in self._leaving}
 
-        def leave() -> None:
-            jax.block_until_ready(tree)
+        def arrive() -> None:
+            concurrent.futures.wait(leaving)
             self._take(nbytes)
 
-        return _Travelling(tree, self._out.submit(leave), arrives=False)
+        return _Travelling(tree, self._in.submit(arrive), arrives=True)
+
+    def fetch(self, tree: Tree) -> Pending:
+        nbytes, leaves, left = tree_bytes(tree), jax.tree.leaves(tree), concurrent.futures.Future()
+
+        def leave() -> None:
+            jax.block_until_ready(leaves)
+            self._take(nbytes)
+            for leaf in leaves:
+                del self._leaving[id(leaf)]
+            left.set_result(None)
+
+        self._leaving.update({id(x): left for x in leaves})
+        self._out.submit(leave)
+        return _Travelling(tree, left, arrives=False)
 
     def to_accelerator(self, tree: Tree) -> Tree:
         return private_copy(tree)
@@ -87,8 +106,11 @@ class _Travelling(Pending):
             self._future.result()
         return self._arrays
 
-    def wait(self) -> None:
+    def block(self) -> None:
         self._future.result()
+
+    def is_done(self) -> bool:
+        return self._future.done()
 
 
 class Run:
@@ -106,23 +128,28 @@ class Run:
         self.link = Link(float("inf"))
         self.trainer = Trainer(blocks, optax.adam, placement=self.link, prefetch=prefetch)
         self.state = self.trainer.init(jax.random.key(0), self.batch)
-        self.turn, self.event = 0.0, self.trainer.ledger.event
-        self.trainer.ledger.event = self._event
+        self.seconds(float("inf"))  # compiles
 
-    def _event(self, name: str) -> None:
-        self.event(name)
-        if name.startswith("loss"):  # the program of the loss has been started
-            self.turn = time.perf_counter()
-
-    def step(self, bandwidth: float) -> tuple[float, float]:
-        """Seconds of the forward and of the backward sweep, to the arrival of the last block at the host."""
+    def seconds(self, bandwidth: float) -> float:
+        """Of a step, to the arrival of the last block at the host: the mean of two in a row."""
         self.link.bandwidth = bandwidth
         start = time.perf_counter()
-        self.state, metrics = self.trainer.step(self.state, self.batch, 1e-3)
+        for _ in range(2):
+            self.state, metrics = self.trainer.step(self.state, self.batch, 1e-3)
         jax.block_until_ready((self.state.weights, metrics))
         self.link.wait_for_all()
-        end = time.perf_counter()
-        return self.turn - start, end - self.turn
+        return (time.perf_counter() - start) / 2
+
+    def compute(self) -> tuple[float, float]:
+        """Seconds that the programs of the forward and of the backward sweep take."""
+        self.link.bandwidth = float("inf")
+        with self.trainer.recording() as recorder:
+            self.state, _ = self.trainer.step(self.state, self.batch, 1e-3)
+        seconds = [0.0, 0.0]
+        for span in recorder.spans:
+            if span.lane == "run":
+                seconds[span.visit != "forward"] += span.end - span.start
+        return seconds[0], seconds[1]
 
     def link_bytes(self) -> tuple[int, int]:
         """Bytes that are sent in each sweep."""
@@ -131,10 +158,9 @@ class Run:
 
 
 def measure(depth: int, width: int, tokens: int, repeats: int) -> list[dict]:
-    """A row for each bandwidth and prefetch; all take turns, and the medians count."""
+    """A row for each bandwidth and prefetch; all take turns."""
     runs = {prefetch: Run(depth, width, tokens, prefetch) for prefetch in (0, 1)}
-    free = float("inf")
-    compute = [statistics.median(x) for x in zip(*[runs[1].step(free) for _ in range(repeats + 2)][2:], strict=True)]
+    compute = [statistics.median(x) for x in zip(*[runs[1].compute() for _ in range(5)], strict=True)]
     sent = runs[1].link_bytes()
     settings = [
         (sweep, factor, factor * nbytes / seconds, prefetch)
@@ -142,29 +168,29 @@ def measure(depth: int, width: int, tokens: int, repeats: int) -> list[dict]:
         for factor in (0.5, 1.0, 2.0)
         for prefetch in (0, 1)
     ]
-    seen: dict[tuple, list[float]] = {setting: [] for setting in settings}
-    alone: list[tuple[float, float]] = []
+    seen: dict[tuple, list[tuple[float, float, float]]] = {setting: [] for setting in settings}
     for number in range(repeats):
         print(f"round {number + 1} of {repeats}", file=sys.stderr)
         for setting in settings:
-            alone.append(runs[1].step(free))  # beside each measurement: the machine may be busy for a while
-            seen[setting].append(sum(runs[setting[3]].step(setting[2])))
-    compute = [statistics.median(x) for x in zip(*alone, strict=True)]
+            *_, bandwidth, prefetch = setting
+            alone = runs[prefetch].compute()
+            times = zip(alone, (nbytes / bandwidth for nbytes in sent), strict=True)
+            formula = sum(max(times_of_sweep) if prefetch else sum(times_of_sweep) for times_of_sweep in times)
+            seen[setting].append((sum(alone), formula, runs[prefetch].seconds(bandwidth)))
     rows = []
-    for (sweep, factor, bandwidth, prefetch), seconds in seen.items():
-        link = [nbytes / bandwidth for nbytes in sent]
-        combined = [max(c, t) if prefetch else c + t for c, t in zip(compute, link, strict=True)]
+    for (sweep, factor, bandwidth, prefetch), found in seen.items():
+        alone, formula, seconds = (statistics.median(x) for x in zip(*found, strict=True))
         rows.append(
             {
                 "break_even_of": sweep,
                 "bandwidth_over_break_even": factor,
                 "bytes_per_second": bandwidth,
                 "prefetch": prefetch,
-                "compute_seconds": sum(compute),
-                "link_seconds": sum(link),
-                "seconds": statistics.median(seconds),
-                "formula_seconds": sum(combined),
-                "ratio": statistics.median(seconds) / sum(combined),
+                "compute_seconds": alone,
+                "link_seconds": sum(sent) / bandwidth,
+                "seconds": seconds,
+                "formula_seconds": formula,
+                "ratio": statistics.median(measured / expected for _, expected, measured in found),
             }
         )
     return rows
@@ -201,10 +227,10 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=16, help="reversible blocks (default 16)")
-    parser.add_argument("--width", type=int, default=256, help="of the residual streams (default 256)")
+    parser.add_argument("--depth", type=int, default=20, help="reversible blocks (default 20)")
+    parser.add_argument("--width", type=int, default=512, help="of the residual streams (default 512)")
     parser.add_argument("--rows", type=int, default=512, help="tokens per step (default 512)")
-    parser.add_argument("--repeats", type=int, default=7, help="measured steps of each (default 7)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each, of two steps (default 5)")
     parser.add_argument("--png", type=Path, help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()

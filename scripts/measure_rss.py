@@ -1,11 +1,11 @@
-"""Checks the ledger against the operating system: the rise of a process's peak RSS over one training run.
+"""Checks plan and ledger against the operating system: the rise of a process's peak RSS over one training run.
 
-    python scripts/measure_rss.py [--blocks 16] [--json]
-    python scripts/measure_rss.py --disk DIR --blocks 48 --width 512 --ff-width 2048 --rows 16
+    python scripts/measure_rss.py [--blocks 16] [--policy keep] [--microbatches 2] [--update deferred] [--json]
+    python scripts/measure_rss.py --disk DIR --optimizer adam --blocks 48 --width 512 --ff-width 2048 --rows 16
 
 A fresh process with a small malloc mmap threshold (so that freed memory really goes back) trains a stack of
-reversible blocks whose temporaries are large, and compares the rise of its peak RSS with what the ledger
-says was on the accelerator plus what it says was on the host. On a CPU both are this process's memory.
+reversible blocks whose temporaries are large, and compares the rise of its peak RSS with what was planned for
+accelerator and host, and with what the ledger says was there. On a CPU both are this process's memory.
 
 With --disk, weights and slots (of Adam) wait in a file: the peak of the anonymous memory is compared with their bytes.
 """
@@ -26,7 +26,7 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def measure(blocks: int, width: int, ff_width: int, rows: int, disk: str | None) -> dict[str, float]:
+def measure(options: argparse.Namespace) -> dict[str, float]:
     """Trains three steps in this process. Sizes in bytes."""
     import jax
     import numpy as np
@@ -49,16 +49,18 @@ def measure(blocks: int, width: int, ff_width: int, rows: int, disk: str | None)
     from reversible_trainer.streaming import Placement
     from reversible_trainer.trainer import Trainer
 
-    half = HalfResidual(FeedForward(ff_width))
+    width, rows, disk = options.width, options.rows, options.disk
+    half = HalfResidual(FeedForward(options.ff_width))
     model = [
         Serial(Embedding(64, width), Dup()),
-        *[ReversibleSerial(half, ReversibleSwap())] * blocks,
+        *[ReversibleSerial(half, ReversibleSwap())] * options.blocks,
         LossSerial(ReversibleConcatenatePair(), Dense(64), CrossEntropy()),
     ]
-    tokens = np.zeros((1, rows), np.int32)
-    batch = (tokens, tokens, np.ones((1, rows), bool))
+    tokens = np.zeros((options.microbatches, rows), np.int32)
+    batch = (tokens, tokens, np.ones(tokens.shape, bool))
     placement = Placement.disk(disk) if disk else Placement.pinned()
-    trainer = Trainer(model, optax.adam if disk else optax.sgd, placement=placement)
+    settings = {"policy": options.policy, "microbatches": options.microbatches, "update": options.update}
+    trainer = Trainer(model, getattr(optax, options.optimizer), placement=placement, **settings)
     plan = trainer.plan(batch)  # compiles everything: the compiler's own memory is no part of the comparison
     state = trainer.init(jax.random.key(0), batch)
     state, metrics = trainer.step(state, batch, 1e-3)  # once, so that thread pools and code are in memory
@@ -84,7 +86,7 @@ def measure(blocks: int, width: int, ff_width: int, rows: int, disk: str | None)
     rise, ledger = peak[0] - before, trainer.ledger
     if disk:
         return {
-            "blocks": blocks,
+            "blocks": options.blocks,
             "disk_bytes": host_bytes,
             "ledger_peak_bytes": ledger.peak_bytes,
             "anonymous_rise_bytes": rise,
@@ -92,13 +94,15 @@ def measure(blocks: int, width: int, ff_width: int, rows: int, disk: str | None)
             "ratio": rise / host_bytes,
         }
     return {
-        "blocks": blocks,
+        "blocks": options.blocks,
         "temporary_bytes": max(p.temporary_bytes for p in trainer.programs),
         "ledger_peak_bytes": ledger.peak_bytes,
         "planned_peak_bytes": plan.peak_accelerator_bytes,
+        "planned_host_bytes": plan.peak_host_bytes,
         "host_bytes": ledger.peak_host_bytes,
         "rss_rise_bytes": rise,
         "ratio": rise / (ledger.peak_bytes + ledger.peak_host_bytes),
+        "ratio_to_plan": rise / (plan.peak_accelerator_bytes + plan.peak_host_bytes),
     }
 
 
@@ -108,12 +112,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="width of each residual stream (default 32)")
     parser.add_argument("--ff-width", type=int, default=16384, help="width of the feed-forward layers (default 16384)")
     parser.add_argument("--rows", type=int, default=4096, help="tokens (default 4096)")
+    parser.add_argument("--policy", default="auto", help="of the blocks: auto, keep, recompute (default auto)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of so many tokens each (default 1)")
+    parser.add_argument("--update", default="fused", help="fused or deferred (default fused)")
+    parser.add_argument("--optimizer", default="sgd", help="name of one of optax's (default sgd)")
     parser.add_argument("--disk", metavar="DIR", help="keep weights and slots in a file in this folder")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
     if not set(THRESHOLD) <= os.environ.keys():  # malloc reads its settings when the process starts
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, **THRESHOLD}).returncode)
-    result = measure(arguments.blocks, arguments.width, arguments.ff_width, arguments.rows, arguments.disk)
+    result = measure(arguments)
     if arguments.json:
         print(json.dumps(result))
     else:

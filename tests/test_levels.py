@@ -10,12 +10,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "reversible_trainer"
 LEVELS = [
     {"tree"},
-    {"layers", "optimizers", "streaming", "data", "checkpoint", "metrics"},
-    {"models", "passes"},
+    {"layers", "optimizers", "streaming", "data", "checkpoint", "metrics", "report"},
+    {"models", "passes", "checks"},
     {"schedule", "probe"},
     {"sweeps"},
+    {"planning"},
     {"trainer"},
-    {"loop", "interop"},
+    {"loop", "profiling", "interop"},
     {"__main__", "__init__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -136,6 +136,6 @@ def test_the_plan_describes_every_block():
     for block, weights, slots in zip(plan.blocks, state.weights, state.slots, strict=True):
         assert (block.weight_bytes, block.slot_bytes) == (tree_bytes(weights), tree_bytes(slots))
         assert block.weights == tree_bytes(weights) // 4
-        assert block.backward_bytes > 0 and block.flops > 0 and block.why
+        assert block.backward_bytes > 0 and block.why
         assert all(getattr(block, field.name) is not None for field in dataclasses.fields(block))
     assert plan.peak.bytes == plan.peak_accelerator_bytes

@@ -27,7 +27,7 @@ def test_the_operating_system_agrees_with_the_ledger():
 
 def test_with_the_disk_tier_little_of_the_state_is_in_memory(tmp_path):
     sizes = ("--blocks", 32, "--width", 512, "--ff-width", 2048, "--rows", 16)
-    found = run("measure_rss.py", "--disk", tmp_path, *sizes)
+    found = run("measure_rss.py", "--disk", tmp_path, "--optimizer", "adam", *sizes)
     assert found["disk_bytes"] > 700e6
     assert found["ratio"] <= 0.3
 

@@ -172,7 +172,9 @@ def test_auto_keeps_as_many_blocks_as_fit():
         counts.append(policies.count("keep"))
         assert policies[5 - counts[-1] : 5] == ["keep"] * counts[-1]  # the last ones
     assert counts[0] < counts[1] < counts[2] == 5
-    with pytest.raises(ValueError, match=r"a step needs [\d,]+ bytes on the accelerator, and accelerator_memory is"):
+    with pytest.raises(
+        ValueError, match=r"needs [\d,]+ bytes of accelerator memory, and [\d,]+ are there. What would help most: micro"
+    ):
         Trainer(lm(4), optax.sgd, accelerator_memory=needed // 2, placement=Placement.pinned()).plan(batch())
 
 

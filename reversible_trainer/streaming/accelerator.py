@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from reversible_trainer.streaming.ledger import Ledger
 from reversible_trainer.streaming.placement import Pending, Placement
 from reversible_trainer.streaming.programs import Program
+from reversible_trainer.streaming.recorder import Lane, Recorder, Tally
 from reversible_trainer.tree import Tree, tree_bytes
 
-Visit = TypeVar("Visit")
+Visit = tuple[str, int]  # what to do, with which block
 
 
 class Accelerator:
@@ -27,7 +30,10 @@ class Accelerator:
         self.placement, self.ledger, self.prefetch, self.transactional = placement, ledger, prefetch, transactional
         self._tokens: collections.deque[Any] = collections.deque()  # of the programs not yet waited for
         self._ran = 0  # programs
-        self._departures: collections.deque[Pending] = collections.deque()
+        self._departures: dict[str, collections.deque[Pending]] = collections.defaultdict(collections.deque)
+        self._send_ahead: Callable[[], None] | None = None  # of the stream under way
+        self._visit: tuple[str | None, int | None] = (None, None)  # at work
+        self.recorder: Recorder | Tally | None = None
 
     def place(self, tag: str, tree: Tree) -> Tree:
         """Puts arrays from anywhere onto the accelerator."""
@@ -39,7 +45,9 @@ class Accelerator:
     def run(self, program: Program, *arguments: Tree) -> tuple[Any, ...]:
         """Enqueues a program and returns its outputs at once."""
         leaves = jax.tree.leaves(arguments)
-        *outputs, token = self.placement.execute(program, leaves)
+        start = self._now()
+        with _annotation(program.name, self.ledger.block):
+            *outputs, token = self.placement.execute(program, leaves)
         self.ledger.forget([leaves[i] for i in program.donated])
         parts = jax.tree.unflatten(program.out_tree, outputs)
         for tag, part in zip(program.tags, parts, strict=True):
@@ -47,6 +55,9 @@ class Accelerator:
         self.ledger.track("metrics", token)
         self.ledger.dispatch(program.bytes, leaves, [*outputs, token])
         self.ledger.event(program.name)
+        if self.recorder:
+            wait = functools.partial(jax.block_until_ready, token)
+            self.recorder.add("run", program.name, self._visit, program.flops, start, wait)
         self._tokens.append(token)
         self._ran += 1
         return parts
@@ -64,74 +75,166 @@ class Accelerator:
 
         The body of the loop is expected to `run` at least one program per visit.
         """
-        upcoming = iter(visits)
-        arrivals: collections.deque[tuple[Visit, list[str], list[Pending], int]] = collections.deque()
+        upcoming = collections.deque(visits)
+        arrivals: collections.deque[tuple[Visit, Arrival]] = collections.deque()
         left_host: collections.deque[int] = collections.deque()
+        at_work: int | None = None
 
-        def send_next() -> None:
-            visit = next(upcoming, None)
-            if visit is None:
-                return
-            trees, moved = entries(visit)
-            pending = []
-            for tag, tree in trees.items():
-                pending.append(self.placement.send(tree, keep=moved and self.transactional))
-                self.ledger.track(tag, pending[-1].tracked())
-            moved = moved and not self.transactional
-            arrivals.append((visit, list(trees), pending, sum(map(tree_bytes, trees.values())) if moved else 0))
-            self.ledger.event("send")
+        def send_ahead() -> None:
+            while upcoming and len(arrivals) < max(self.prefetch, 1):
+                block = upcoming[0][1]
+                if block == at_work or any(block == visit[1] for visit, _ in arrivals):
+                    return  # it is to be sent what that visit has yet to make
+                visit = upcoming.popleft()
+                trees, moved = entries(visit)
+                arrivals.append((visit, self.send(trees, moved, self.transactional, visit)))
 
-        for _ in range(self.prefetch):
-            send_next()
+        if self.prefetch:
+            send_ahead()
+            self._send_ahead = send_ahead
         for _ in visits:
-            if not arrivals:  # prefetch = 0
-                self._wait_for_programs(0)
-                send_next()
-            visit, tags, pending, moved_bytes = arrivals.popleft()
-            arrays = []
-            for tag, one in zip(tags, pending, strict=True):
-                arrays.append(one.arrays())
-                self.ledger.track(tag, arrays[-1])
-                del one
-            del pending  # with it goes the host's copy of what was moved, once it has been read
-            left_host.append(moved_bytes)
+            if not arrivals:
+                if not self.prefetch:
+                    self.catch_up(0)
+                send_ahead()
+            visit, arrival = arrivals.popleft()
+            arrays = arrival.arrays()
+            left_host.append(arrival.moved_bytes)
+            del arrival  # with it goes the host's copy of what was moved, once it has been read
+            at_work, self._visit = visit[1], visit
+            self.ledger.block = at_work
+            if self._link_lags():  # it must not wait for the next program's start
+                send_ahead()
             ran = self._ran
             yield visit, arrays
+            at_work = None
             # Never wait for the programs just enqueued: the device would idle until the next ones.
-            self._wait_for_programs(self._ran - ran)
+            self.catch_up(self._ran - ran)
             while len(left_host) > 1:
                 self.ledger.host(-left_host.popleft())
             if self.placement.same_memory:
                 self.ledger.forget(arrays)
             del arrays
-            if self.prefetch:
-                send_next()
+            self.send_ahead()
+        self._send_ahead = None
         self.ledger.host(-sum(left_host))
 
-    def fetch(self, tree: Tree) -> Tree:
-        """Starts copying a block's arrays to the host, all in one call; the result may be used at once.
+    def send_ahead(self) -> None:
+        """Sends the next blocks, if there is room for them; only when all programs of earlier visits have run."""
+        if self._send_ahead is not None:
+            self._send_ahead()
 
-        At most `prefetch` + 1 calls are under way: more calls for a block would wait for its own program.
+    def send(self, trees: dict[str, Tree], moved: bool, keep: bool = False, visit: Visit | None = None) -> Arrival:
+        """Starts copying arrays, by tag, from the host.
+
+        Args:
+          trees: The arrays.
+          moved: Whether the host gives them away.
+          keep: Whether it has others that must outlive what is done with these.
+          visit: For which visit; by default the one at work.
         """
-        pending = self.placement.fetch(tree)
+        at, start = visit or self._visit, self._now()
+        with _annotation("send", at[1]):
+            pending = self.placement.send(list(trees.values()), keep=moved and keep)
+        for tag, part in zip(trees, pending.tracked(), strict=True):
+            self.ledger.track(tag, part)
+        nbytes = sum(map(tree_bytes, trees.values()))
+        arrived = self._record_copy("send", " ".join(trees), at, nbytes, start, pending)
+        self.ledger.event("send")
+        return Arrival(self.ledger, list(trees), pending, nbytes if moved and not keep else 0, arrived)
+
+    def fetch(self, tree: Tree, kind: str = "blocks") -> Tree:
+        """Starts copying arrays to the host, those of a block all in one call; the result may be used at once.
+
+        At most `prefetch` + 1 calls of a kind are under way: more calls for a block would wait for its own program.
+        """
+        start = self._now()
+        with _annotation("fetch", self.ledger.block):
+            pending = self.placement.fetch(tree)
+        computed = functools.partial(jax.block_until_ready, tree)
+        self._record_copy("fetch", kind, self._visit, tree_bytes(tree), start, pending, computed)
         self.ledger.host(tree_bytes(tree))
         if self.placement.same_memory:
             self.ledger.forget(tree)
-        self._departures.append(pending)
-        while len(self._departures) > self.prefetch + 1:
-            self._departures.popleft().wait()
+        departures = self._departures[kind]
+        departures.append(pending)
+        while len(departures) > self.prefetch + 1:
+            departures.popleft().wait()
         return pending.arrays()
 
     def finish(self) -> None:
         """Ends a sweep: nothing is waited for, and nothing is held any longer."""
         self._departures.clear()
+        self._visit, self.ledger.block = (None, None), None
 
     def abandon(self) -> None:
         """Forgets a sweep that has failed."""
         self._departures.clear()
         self._tokens.clear()
-        self.ledger.block = None
+        self._visit, self._send_ahead, self.ledger.block = (None, None), None, None
 
-    def _wait_for_programs(self, keep: int) -> None:
+    def catch_up(self, keep: int) -> None:
+        """Waits for all programs but the last `keep`."""
         while len(self._tokens) > keep:
             self.placement.wait(self._tokens.popleft())
+
+    def _link_lags(self) -> bool:
+        """Whether all programs have run and no more than `prefetch` copies of blocks to the host are under way."""
+        if self.placement.same_memory or not self.prefetch or not all(map(self.placement.is_done, self._tokens)):
+            return False
+        self._tokens.clear()
+        self.ledger.dispatch(0, [], [])  # the last program's temporaries are gone
+        departures = self._departures["blocks"]
+        while len(departures) > self.prefetch and departures[0].is_done():
+            departures.popleft().wait()
+        return len(departures) <= self.prefetch
+
+    def _now(self) -> float:
+        return self.recorder.now() if self.recorder else 0.0
+
+    def _record_copy(
+        self,
+        lane: Lane,
+        name: str,
+        visit: tuple[str | None, int | None],
+        nbytes: int,
+        start: float,
+        pending: Pending,
+        ready: Callable[[], Any] | None = None,
+    ) -> concurrent.futures.Future[None] | None:
+        if self.recorder is None or self.placement.same_memory:
+            return None
+        return self.recorder.add(lane, name, visit, nbytes, start, pending.block, ready)
+
+
+class Arrival:
+    """Arrays on their way to the accelerator.
+
+    Attributes:
+      moved_bytes: Those that the host gives away.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tags: list[str],
+        pending: Pending,
+        moved_bytes: int,
+        recorded: concurrent.futures.Future[None] | None,
+    ):
+        self._ledger, self._tags, self._pending, self._recorded = ledger, tags, pending, recorded
+        self.moved_bytes = moved_bytes
+
+    def arrays(self) -> list[Tree]:
+        """The arrays, a tree for each tag."""
+        arrays = self._pending.arrays()
+        if self._recorded is not None:
+            self._recorded.result()  # a thread waits for these arrays; programs may overwrite them only then
+        for tag, part in zip(self._tags, arrays, strict=True):
+            self._ledger.track(tag, part)
+        return arrays
+
+
+def _annotation(name: str, block: int | None) -> Any:
+    """Names what is enqueued in the traces of `jax.profiler`."""
+    return jax.profiler.TraceAnnotation(name if block is None else f"{name} {block}")

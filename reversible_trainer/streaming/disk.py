@@ -83,7 +83,7 @@ class _File:
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
+                    free = self._free_bytes()
                     raise OSError(
                         errno.ENOSPC,
                         f"Placement.disk({self.folder!r}): the disk is full; {nbytes:,} bytes are needed for one more "
@@ -95,6 +95,14 @@ class _File:
             region = Region(offsets.pop())
         weakref.finalize(region, self._release, nbytes, region.offset)
         return region
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize
+
+    def available(self) -> int:
+        """Bytes that may still be written: free ones of the disk, and of the file."""
+        return self._free_bytes() + sum(nbytes * len(offsets) for nbytes, offsets in list(self._free.items()))
 
     def _release(self, nbytes: int, offset: int) -> None:
         self._free[nbytes].append(offset)  # atomic: this may run while the lock is held
@@ -165,6 +173,9 @@ class Disk(OnDevice):
             return self.to_accelerator(tree)  # a key is no array of numbers
         return self.fetch(jax.tree.map(np.array, tree)).arrays()
 
+    def room(self) -> tuple[str, int, bool]:
+        return f"room in {self._file.folder}", self._file.available(), False
+
     def reserve(self, sizes: Mapping[int, int]) -> None:
         self._file.reserve(sizes)
 
@@ -186,11 +197,17 @@ class _Reading(Pending):
             del self._future
         return self._arrays
 
+    def block(self) -> None:
+        jax.block_until_ready(self._future.result())
+
 
 class _Writing(Pending):
     def __init__(self, arrays: Tree, future: concurrent.futures.Future[None]):
         super().__init__(arrays, None)
         self._future = future
 
-    def wait(self) -> None:
+    def block(self) -> None:
         self._future.result()
+
+    def is_done(self) -> bool:
+        return self._future.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class Ledger:
         self.block: int | None = None
         self.watch: Callable[[Event], None] | None = None
         self._entries: dict[int, _Entry] = {}
+        self._gone: collections.deque[_Entry] = collections.deque()  # filled by whatever thread drops an array
         self._program_bytes = 0
         self._program_addresses: set[int] = set()  # its arguments and outputs, which its own figure covers
         self._outside_bytes = 0  # arrays that the running program neither reads nor writes
@@ -70,20 +72,23 @@ class Ledger:
     @property
     def array_bytes(self) -> int:
         """Bytes of all live arrays."""
+        self._settle()
         return sum(self.arrays.values())
 
     @property
     def bytes(self) -> int:
         """Bytes on the accelerator now."""
+        self._settle()
         return self._program_bytes + self._outside_bytes
 
     def track(self, tag: str, tree: Tree) -> None:
         """Counts the arrays of `tree` under `tag` from now on; those counted already stay as they are."""
+        self._settle()
         for array in jax.tree.leaves(tree):
             address = id(array)
             if address in self._entries:
                 continue
-            entry = _Entry(array, self._remove)
+            entry = _Entry(array, self._gone.append)
             entry.address, entry.tag, entry.nbytes = address, tag, leaf_bytes(array)
             self._entries[address] = entry
             self.arrays[tag] = self.arrays.get(tag, 0) + entry.nbytes
@@ -91,6 +96,7 @@ class Ledger:
 
     def forget(self, tree: Tree) -> None:
         """Stops counting arrays that outlive their stay on the accelerator, or were donated."""
+        self._settle()
         for array in jax.tree.leaves(tree):
             entry = self._entries.get(id(array))
             if entry is not None:
@@ -98,6 +104,7 @@ class Ledger:
 
     def dispatch(self, program_bytes: int, arguments: list[Any], outputs: list[Any]) -> None:
         """A program starts: its figure covers its arguments and outputs, and replaces its predecessor's."""
+        self._settle()
         self._program_bytes = program_bytes
         self._program_addresses = {id(x) for x in (*arguments, *outputs)} & self._entries.keys()
         covered = sum(self._entries[address].nbytes for address in self._program_addresses)
@@ -116,6 +123,10 @@ class Ledger:
                 self.peak_bytes, self.peak = event.bytes, event
             if self.watch:
                 self.watch(event)
+
+    def _settle(self) -> None:
+        while self._gone:
+            self._remove(self._gone.popleft())
 
     def _remove(self, entry: _Entry) -> None:
         if self._entries.get(entry.address) is not entry:

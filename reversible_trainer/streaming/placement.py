@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from reversible_trainer.streaming.machine import host_available
 from reversible_trainer.tree import Tree
 
 Device = Any  # a jax.Device, which type checkers take for a variable
@@ -35,9 +36,17 @@ class Pending:
         """Objects that live as long as the arrays will be where they were sent; as a rule these themselves."""
         return self._arrays
 
+    def block(self) -> None:
+        """Returns when the copy is done; may be called by any thread."""
+        jax.block_until_ready(self._arrays)
+
+    def is_done(self) -> bool:
+        """Whether `block` would return at once."""
+        return all(x.is_ready() for x in jax.tree.leaves(self._arrays))
+
     def wait(self) -> None:
         """Returns when the copy is done, and lets go of its source."""
-        jax.block_until_ready(self._arrays)
+        self.block()
         self._source = None
 
 
@@ -79,6 +88,11 @@ class Placement(abc.ABC):
     def reserve(self, sizes: Mapping[int, int]) -> None:  # noqa: B027  (most need not)
         """Makes sure that there is room for so many fetches of so many bytes each, or raises `OSError`."""
 
+    def room(self) -> tuple[str, int, bool]:
+        """Where weights and slots live, the bytes free there, and whether the accelerator's arrays live there too."""
+        shared = jax.devices()[0].platform == "cpu"
+        return f"host memory{', the accelerator being there too,' * shared}", host_available(), shared
+
     def specify(self, signature: Tree) -> Tree:
         """A signature with the sharding that a program's arguments will have."""
         return signature
@@ -90,6 +104,10 @@ class Placement(abc.ABC):
     def wait(self, array: Any) -> None:
         """Returns when `array` has been computed."""
         jax.block_until_ready(array)
+
+    def is_done(self, array: Any) -> bool:
+        """Whether `array` has been computed."""
+        return array.is_ready()
 
     @staticmethod
     def pinned(device: Device | None = None) -> Placement:
@@ -119,9 +137,14 @@ class Placement(abc.ABC):
         return Disk(folder, device or jax.devices()[0])
 
     @staticmethod
-    def planned(like: Placement) -> Placement:
-        """Nothing is allocated and nothing runs: a sweep here accounts for what it would hold."""
-        return _Planned(like)
+    def planned(like: Placement, link_lags: bool) -> Placement:
+        """Nothing is allocated and nothing runs: a sweep here accounts for what it would hold.
+
+        Args:
+          like: The placement that is planned for.
+          link_lags: Whether programs have always run, or never, when somebody looks.
+        """
+        return _Planned(like, link_lags)
 
     @staticmethod
     def default() -> Placement:
@@ -200,8 +223,8 @@ class Placeholder:
 
 
 class _Planned(Placement):
-    def __init__(self, like: Placement):
-        self.same_memory = like.same_memory
+    def __init__(self, like: Placement, link_lags: bool):
+        self.same_memory, self._link_lags = like.same_memory, link_lags
 
     def send(self, tree: Tree, keep: bool = False) -> Pending:
         copied = keep or not self.same_memory
@@ -221,7 +244,13 @@ class _Planned(Placement):
     def wait(self, array: Any) -> None:
         pass
 
+    def is_done(self, array: Any) -> bool:
+        return self._link_lags
+
 
 class _PlannedPending(Pending):
-    def wait(self) -> None:
-        self._source = None
+    def block(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True

@@ -1,0 +1,1 @@
+"""Layers and trainers of other libraries; each module needs its library only when it is used."""
