@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from reversible_trainer.streaming.accelerator import Visit
 from reversible_trainer.tree import Array, TrainState, Tree, describe, tree_bytes
 
 Metrics = dict[str, Array]
-_log = logging.getLogger("reversible_trainer")
 
 
 class Added(NamedTuple):
@@ -50,8 +48,6 @@ def init(accelerator: Accelerator, schedule: Schedule, key: Array) -> tuple[Trai
             entries.append(tree)
         rise = process.memory_info().rss - before
         added.append(Added(block.index, program.bytes, block.host_bytes, rise))
-        text = "init: block %d %s: %d bytes on the accelerator, %d to the host, process %+d"
-        _log.info(text, block.index, block.layer.name, program.bytes, block.host_bytes, rise)
     accelerator.finish()
     return state, added
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from reversible_trainer.streaming import (
 )
 from reversible_trainer.sweeps import Metrics
 from reversible_trainer.tree import Array, TrainState, Tree, describe, signature
+
+_log = logging.getLogger("reversible_trainer")
 
 
 class NonFiniteError(FloatingPointError):
@@ -187,9 +190,13 @@ class Trainer:
         self.check_memory(batch)
         try:
             state, self.added = sweeps.init(self._accelerator, schedule, key)
-            return state
         except Exception as error:
-            raise self._explained(error, batch) from error
+            explained = self._explained(error, batch)
+            raise explained from (None if explained is error else error)
+        for block, *added in self.added:
+            text = "init: block %d %s: %d bytes on the accelerator meanwhile, %d to the host, process %+d"
+            _log.info(text, block, self.blocks[block].name, *added)
+        return state
 
     def init_signature(self, batch: Stack) -> TrainState:
         """A `TrainState` of `ShapeDtypeStruct`s: what `init` would make, nothing allocated."""
