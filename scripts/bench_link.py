@@ -6,8 +6,8 @@ Host and accelerator are the same memory here, and a thread per direction sleeps
 bandwidth would take, outside the interpreter's lock. What has not left the accelerator yet is sent again only when
 it has. Programs run one after the other, as on the accelerators that have a link.
 
-With blocks of equal size the formula is, per sweep, max(compute, link) with `prefetch=1` and their sum with
-`prefetch=0`; compute is what the programs of a sweep take with a link that takes no time, measured just before each
+With blocks of equal size the formula is, per sweep, max(compute, link) with `prefetch` of 1 or 2 and their sum
+with `prefetch=0`; compute is what the programs of a sweep take with a link that takes no time, measured just before each
 measurement. Measured is the mean of two steps in a row, to the arrival of the last block at the host. At the
 break-even bandwidth sending the blocks of a sweep takes as long as running them; one half and twice that are
 measured too, for both sweeps. The ratios are medians over the rounds.
@@ -45,6 +45,9 @@ from reversible_trainer.streaming import Pending, Placement
 from reversible_trainer.streaming.placement import private_copy
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import Tree, tree_bytes
+
+
+PREFETCH = 0, 1, 2
 
 
 class Link(Placement):
@@ -159,14 +162,14 @@ class Run:
 
 def measure(depth: int, width: int, tokens: int, repeats: int) -> list[dict]:
     """A row for each bandwidth and prefetch; all take turns."""
-    runs = {prefetch: Run(depth, width, tokens, prefetch) for prefetch in (0, 1)}
+    runs = {prefetch: Run(depth, width, tokens, prefetch) for prefetch in PREFETCH}
     compute = [statistics.median(x) for x in zip(*[runs[1].compute() for _ in range(5)], strict=True)]
     sent = runs[1].link_bytes()
     settings = [
         (sweep, factor, factor * nbytes / seconds, prefetch)
         for sweep, nbytes, seconds in zip(("forward", "backward"), sent, compute, strict=True)
         for factor in (0.5, 1.0, 2.0)
-        for prefetch in (0, 1)
+        for prefetch in PREFETCH
     ]
     seen: dict[tuple, list[tuple[float, float, float]]] = {setting: [] for setting in settings}
     for number in range(repeats):
@@ -202,7 +205,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for prefetch, color in ((0, "#d94801"), (1, "#08519c")):
+    for prefetch, color in zip(PREFETCH, ("#d94801", "#6baed6", "#08519c"), strict=True):
         chosen = sorted(
             (r["bytes_per_second"] / 1e9, r["seconds"], r["formula_seconds"]) for r in rows if r["prefetch"] == prefetch
         )
@@ -227,10 +230,10 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=20, help="reversible blocks (default 20)")
+    parser.add_argument("--depth", type=int, default=40, help="reversible blocks (default 40)")
     parser.add_argument("--width", type=int, default=512, help="of the residual streams (default 512)")
     parser.add_argument("--rows", type=int, default=512, help="tokens per step (default 512)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each, of two steps (default 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each, of two steps (default 3)")
     parser.add_argument("--png", type=Path, help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
