@@ -7,8 +7,8 @@ bandwidth would take, outside the interpreter's lock. What has not left the acce
 it has. Programs run one after the other, as on the accelerators that have a link.
 
 With blocks of equal size the formula is, per sweep, max(compute, link) with `prefetch` of 1 or 2 and their sum
-with `prefetch=0`; compute is what the programs of a sweep take with a link that takes no time, measured just before each
-measurement. Measured is the mean of two steps in a row, to the arrival of the last block at the host. At the
+with `prefetch=0`; compute is what the programs of a sweep take with a link that takes no time, measured just before
+each measurement. Measured is the mean of two steps in a row, to the arrival of the last block at the host. At the
 break-even bandwidth sending the blocks of a sweep takes as long as running them; one half and twice that are
 measured too, for both sweeps. The ratios are medians over the rounds.
 """
@@ -45,7 +45,6 @@ from reversible_trainer.streaming import Pending, Placement
 from reversible_trainer.streaming.placement import private_copy
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import Tree, tree_bytes
-
 
 PREFETCH = 0, 1, 2
 
