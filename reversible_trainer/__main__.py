@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--accelerator-memory",
         metavar="BYTES",
-        help="plan for an accelerator of so much memory, as in 16GiB, with weights and slots in pinned host memory",
+        help="plan for an accelerator of so much memory, as in 16GiB; weights and slots are then in pinned host memory",
     )
     plan.add_argument(
         "--link", metavar="SPEED", help="of the link, one way, as in 50GB/s: adds the least time of a step"
@@ -148,24 +148,35 @@ def _plan(options: argparse.Namespace) -> None:
     if options.link:
         flops = parse_amount(options.flops, "plan: --flops", "FLOP/s", "450TFLOP/s")
         speeds = flops, parse_amount(options.link, "plan: --link", "B/s", "50GB/s")
-    bindings = options.set
-    if options.accelerator_memory:  # what comes first may be overridden by --set
-        memory = f"Trainer.accelerator_memory = {options.accelerator_memory!r}"
-        bindings = ["Trainer.placement = @pinned()", memory, *bindings]
+    bindings = list(options.set)  # may override what is put before them
+    if options.accelerator_memory:
+        bindings.insert(0, f"Trainer.accelerator_memory = {options.accelerator_memory!r}")
+    if (options.accelerator_memory or options.link) and "Trainer.placement" not in _read(options.config):
+        bindings.insert(0, "Trainer.placement = @pinned()")
     trainer, batch = _build(options.config, bindings)[1:3]
     plan = trainer.plan(batch)
-    headroom, limits = trainer.headroom(batch), trainer.limits()
+    limits = trainer.limits()
+    headroom = refusal = None
+    try:
+        trainer.check_memory(batch)
+        headroom = trainer.headroom(batch)
+    except ValueError as error:
+        refusal = str(error)
     if options.json:
         found = report.plan_record(plan)
         found["limits"] = {where: {"needed": needed(plan), "limit": limit} for where, needed, limit in limits}
         floor = {"floor": plan.floor(*speeds)._asdict()} if speeds else {}
-        print(json.dumps({**found, **floor, "headroom": headroom._asdict()}))
+        print(json.dumps({**found, **floor, "headroom": headroom and headroom._asdict(), "refusal": refusal}))
         return
     console = Console()
     report.print_plan(plan, console)
     if speeds:
         report.print_floor(plan, *speeds, console)
-    report.print_headroom(headroom, limits, plan, console)
+    report.print_limits(limits, plan, console)
+    if headroom:
+        report.print_headroom(headroom, console)
+    else:
+        console.print(f"training would be refused. {refusal}", highlight=False, soft_wrap=True)
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -235,12 +246,7 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
 
     del data, models, optimizers
     _keep_freed_memory()
-    if text is None:
-        try:
-            text = Path(file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-            raise _ConfigError(f"cannot read the configuration {file}: {reason}") from error
+    text = _read(file) if text is None else text
     gin.clear_config()
     for where, part in [(file, text), *((f"--set {binding!r}", binding) for binding in bindings)]:
         try:
@@ -260,6 +266,14 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
     except ValueError as error:
         raise _ConfigError(f"{file}: {_explain(error)}") from error
     return loop, gin
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise _ConfigError(f"cannot read the configuration {file}: {reason}") from error
 
 
 def _keep_freed_memory() -> None:

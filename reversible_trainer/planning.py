@@ -164,6 +164,7 @@ def savings(
     batch: Stack,
     needed: int,
     measure: Callable[[dict[str, Any]], int],
+    others: dict[str, int],
 ) -> list[str]:
     """The three settings that would save most of what is too much, each with its number.
 
@@ -174,16 +175,17 @@ def savings(
       batch: Its signature or a batch.
       needed: Bytes now.
       measure: Bytes with other settings; may raise `ValueError` if they cannot be had.
+      others: What else would save how much.
     """
     rows = min((x.shape[0] if x.shape else 1) for x in batch)
-    found: list[tuple[int, str]] = []
+    found = {name: (saved, f"{name} saves {saved:,}") for name, saved in others.items()}  # the best of each setting
     for name, value in _alternatives(settings, microbatches, on_host, rows):
         try:
             saved = needed - measure({name: value})
         except (ValueError, TypeError):
             continue
-        found.append((saved, f"{name}={value!r} saves {saved:,}"))
-    best = sorted((saving for saving in found if saving[0] > 0), reverse=True)[:3]
+        found[name] = max(found.get(name, (0, "")), (saved, f"{name}={value!r} saves {saved:,}"))
+    best = sorted((saving for saving in found.values() if saving[0] > 0), reverse=True)[:3]
     return [text for _, text in best]
 
 

@@ -88,15 +88,19 @@ def print_floor(plan: Any, flops: float, link: float, console: Console) -> None:
         )
 
 
-def print_headroom(headroom: Any, limits: Any, plan: Any, console: Console) -> None:
-    """Prints what is there, and how much more would fit."""
+def print_limits(limits: Any, plan: Any, console: Console) -> None:
+    """Prints what is needed and what is there."""
     for where, needed, limit in limits:
         fits = "fits" if needed(plan) <= limit else "does not fit"
-        _line(console, f"{where.rstrip(',')}: {decimal(needed(plan))} needed, {decimal(limit)} there: {fits}")
+        _line(console, f"{where}: {decimal(needed(plan))} needed, {decimal(limit)} there: {fits}")
+
+
+def print_headroom(headroom: Any, console: Console) -> None:
+    """Prints how much more would fit."""
     parts = {
         "blocks like the most frequent one": headroom.blocks,
         "microbatches": headroom.microbatches,
-        "rows in the batch": headroom.rows,
+        "rows in the batch, or so": headroom.rows,
     }
     found = ", ".join(f"{'any number of' if n is None else f'{n:,}'} {what}" for what, n in parts.items())
     _line(console, f"would fit besides: {found} (one of these, not all)")

@@ -368,9 +368,14 @@ class Trainer:
         self, where: str, limit: int, batch: Stack, schedule: Schedule, needed: Callable[[MemoryPlan], int]
     ) -> ValueError:
         """The error that says what is needed, what is there, and what would help."""
-        now = needed(self._plan(schedule))
+        plan = self._plan(schedule)
+        now, others = needed(plan), {}
+        if where.startswith("host memory"):
+            others["placement=Placement.disk(folder)"] = plan.peak_host_bytes
+            others["an optimizer without slots"] = sum(block.slot_bytes for block in plan.blocks)
         measure = lambda changes: needed(self._variant(schedule, changes).plan(batch))  # noqa: E731
-        found = planning.savings(self._settings, schedule.microbatches, schedule.on_host, batch, now, measure)
+        settings = self._settings, schedule.microbatches, schedule.on_host
+        found = planning.savings(*settings, batch, now, measure, others)
         return ValueError(
             f"Trainer: training needs {now:,} bytes of {where}, and {limit:,} are there. "
             f"{'What would help most: ' + '; '.join(found) if found else 'Use smaller blocks or batches'}."

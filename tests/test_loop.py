@@ -11,6 +11,7 @@ from reversible_trainer import checkpoint, loop
 from reversible_trainer.data import TextData
 from reversible_trainer.metrics import MetricsLog, Rate, plot_losses
 from reversible_trainer.models import reversible_transformer_lm
+from reversible_trainer.streaming import Placement
 from reversible_trainer.tree import TrainState
 
 TEXT = np.frombuffer(b"The quality of mercy is not strained. " * 40, np.uint8)
@@ -158,6 +159,7 @@ def test_the_loop_never_waits_for_the_step_just_enqueued(tmp_path):
 
     class Trainer:
         ledger = types.SimpleNamespace(peak_bytes=0)
+        placement = Placement.shared()
 
         def step(self, state, batch, learning_rate):
             events.append(f"step {state.step + 1}")

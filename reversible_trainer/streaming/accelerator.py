@@ -115,12 +115,16 @@ class Accelerator:
             if self.placement.same_memory:
                 self.ledger.forget(arrays)
             del arrays
-            self.send_ahead()
+            if self.prefetch:
+                send_ahead()
         self._send_ahead = None
         self.ledger.host(-sum(left_host))
 
     def send_ahead(self) -> None:
-        """Sends the next blocks, if there is room for them; only when all programs of earlier visits have run."""
+        """Sends the next blocks in the middle of a visit; only when all programs of earlier visits have run."""
+        departures = self._departures["blocks"]
+        while len(departures) > self.prefetch:
+            departures.popleft().wait()
         if self._send_ahead is not None:
             self._send_ahead()
 

@@ -91,7 +91,7 @@ class Placement(abc.ABC):
     def room(self) -> tuple[str, int, bool]:
         """Where weights and slots live, the bytes free there, and whether the accelerator's arrays live there too."""
         shared = jax.devices()[0].platform == "cpu"
-        return f"host memory{', the accelerator being there too,' * shared}", host_available(), shared
+        return f"host memory{' (that of the accelerator included)' * shared}", host_available(), shared
 
     def specify(self, signature: Tree) -> Tree:
         """A signature with the sharding that a program's arguments will have."""
