@@ -105,6 +105,7 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
     from reversible_trainer.models import reversible_transformer_lm
     from reversible_trainer.streaming import Placement
     from reversible_trainer.trainer import Trainer
+    from reversible_trainer.tree import TrainState
 
     width, depth = SIZES[size]["width"], SIZES[size]["depth"]
     blocks = reversible_transformer_lm(VOCAB, width=width, depth=depth, heads=width // 64, ff_width=4 * width)
@@ -184,7 +185,9 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
 
     def ours(policy, placement):
         trainer = Trainer(blocks, optax.adam, policy=policy, placement=placement)
-        held = [trainer.init(key, batch)]
+        host = functools.partial(map, placement.to_host)  # not init: the rivals do not compile that either
+        parts = (list(host(part)) for part in (made.weights, made.slots, made.states))
+        held = [TrainState(0, placement.to_host(key), *parts)]
 
         def once():
             held[0], metrics = trainer.step(held[0], batch, 1e-3)
@@ -228,7 +231,7 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
             continue
         print(f"{size}: compiling {name}", file=sys.stderr)
         start = time.perf_counter()
-        steps[name] = make()  # ours compiles here, to see whether it fits
+        steps[name] = make()
         for _ in range(2):  # trax's programs compile again for what their first step returned
             steps[name]()
         firsts[name] = time.perf_counter() - start
