@@ -40,7 +40,7 @@ SETTINGS = [  # model, optimizer, placement, options
     (small_lm, optax.adam, "pinned", BF16),
     (small_lm, optax.adam, "pinned", {**BF16, "microbatches": 2, "prefetch": 2}),
     (small_lm, ADAFACTOR, "pinned", {"clip_per_block": 1.0}),
-    (small_lm, SHAMPOO, "pinned", {"prefetch": 2}),
+    pytest.param(small_lm, SHAMPOO, "pinned", {"prefetch": 2}, marks=pytest.mark.slow),
     ("standard", optax.sgd, "pinned", {}),
     ("standard", optax.sgd, "pinned", {"policy": "keep", "prefetch": 0}),
     ("standard", optax.sgd, "shared", {"microbatches": 2}),
