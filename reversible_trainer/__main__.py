@@ -188,9 +188,8 @@ def _profile(options: argparse.Namespace) -> None:
 
     if options.steps < 1:
         raise ValueError(f"profile: --steps must be 1 or more, got {options.steps}.")
-    output = Path(options.output or Path("profiles") / Path(options.config).stem)
-    output.mkdir(parents=True, exist_ok=True)
     loop, trainer, batch, settings = _build(options.config, options.set)
+    output = loop.prepared_folder(Path(options.output or Path("profiles") / Path(options.config).stem))
     console = Console(stderr=True)
     with console.status("compiling"):
         state = trainer.init(jax.random.key(settings.get("seed", 0)), batch)

@@ -73,7 +73,7 @@ def run(
     """
     numbers = (steps, batch_size, length, eval_every, checkpoint_every, seed)
     rates = check_settings(blocks, optimizer, data, learning_rate, *numbers)
-    console, output = Console(stderr=True), _prepared(Path(output))
+    console, output = Console(stderr=True), prepared_folder(Path(output))
     description = checkpoint.Description.of(blocks, optimizer, seed)
     saved = checkpoint.checkpoints(output / "checkpoints")
     done = _steps_done(saved, description, steps, output)
@@ -147,11 +147,9 @@ class _Run:
         for step in range(state.step + 1, steps + 1):
             batch = self.data.batch(self.seed, step - 1, self.batch_size, self.length)
             learning_rate = rates(step - 1)
-            recorder = None
-            if step % _RECORD_EVERY == 2 and not self.trainer.placement.same_memory:  # in the first much else is done
-                with self.trainer.recording() as recorder:
-                    state, metrics = self.trainer.step(state, batch, learning_rate)
-            else:
+            # In the first step much else is done.
+            records = step % _RECORD_EVERY == 2 and not self.trainer.placement.same_memory
+            with self.trainer.recording() if records else contextlib.nullcontext() as recorder:
                 state, metrics = self.trainer.step(state, batch, learning_rate)
             if waiting:  # the step before; reading the metrics of this one would wait for it
                 self.log.write(self._record(*waiting))
@@ -293,8 +291,8 @@ def _check_whole(name: str, value: Any, least: int) -> None:
         raise ValueError(f"run.{name} must be below 2^31; got {value!r}.")
 
 
-def _prepared(output: Path) -> Path:
-    """The output folder, made and known to be writable."""
+def prepared_folder(output: Path) -> Path:
+    """An output folder, made and known to be writable."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         probe = output / ".writable"

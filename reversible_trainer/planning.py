@@ -21,6 +21,7 @@ from reversible_trainer.streaming import (
     Span,
     SweepPlan,
     Tally,
+    peak_by_block,
 )
 from reversible_trainer.tree import tree_bytes, tree_size
 
@@ -60,9 +61,7 @@ def plan(schedule: Schedule, placement: Placement, prefetch: int, transactional:
     sweeps.train(fast, schedule, state, copies, batches, clock)
     end = len(events)
     sweeps.train(slow, schedule, state, copies, batches, clock)
-    peaks: collections.Counter[int | None] = collections.Counter()
-    for event in events:
-        peaks[event.block] = max(peaks[event.block], event.bytes)
+    peaks = peak_by_block(events)
     assert ledger.peak is not None
     return MemoryPlan(
         blocks=tuple(_block_plan(schedule, b, peaks[b.index], tally.spans) for b in schedule.blocks),
@@ -132,6 +131,12 @@ def _residual_bytes(block: ScheduledBlock, schedule: Schedule) -> int:
 # The choice.
 
 
+def microbatch_counts(batch: Stack) -> list[int]:
+    """Into how many microbatches of the same size such a batch can be cut."""
+    rows = min((x.shape[0] if x.shape else 1) for x in batch)
+    return [count for count in range(1, rows + 1) if rows % count == 0]
+
+
 def keep_what_fits(
     schedule: Schedule, keeping: Callable[[frozenset[int]], Schedule], fits: Callable[[Schedule], bool]
 ) -> Schedule:
@@ -177,9 +182,8 @@ def savings(
       measure: Bytes with other settings; may raise `ValueError` if they cannot be had.
       others: What else would save how much.
     """
-    rows = min((x.shape[0] if x.shape else 1) for x in batch)
     found = {name: (saved, f"{name} saves {saved:,}") for name, saved in others.items()}  # the best of each setting
-    for name, value in _alternatives(settings, microbatches, on_host, rows):
+    for name, value in _alternatives(settings, microbatches, on_host, batch):
         try:
             saved = needed - measure({name: value})
         except (ValueError, TypeError):
@@ -189,9 +193,11 @@ def savings(
     return [text for _, text in best]
 
 
-def _alternatives(settings: dict[str, Any], microbatches: int, on_host: bool, rows: int) -> Iterator[tuple[str, Any]]:
+def _alternatives(
+    settings: dict[str, Any], microbatches: int, on_host: bool, batch: Stack
+) -> Iterator[tuple[str, Any]]:
     """Settings with values that may need less memory."""
-    more = [n for n in range(microbatches + 1, rows + 1) if rows % n == 0]
+    more = [count for count in microbatch_counts(batch) if count > microbatches]
     for count in {*more[:1], *more[-1:]}:
         yield "microbatches", count
     yield "compute_dtype", "bfloat16" if settings["compute_dtype"] is None else None

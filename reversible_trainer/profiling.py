@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from reversible_trainer.layers.base import Stack
-from reversible_trainer.streaming import Event, MemoryPlan, Recorder, Sample
+from reversible_trainer.streaming import Event, MemoryPlan, Recorder, Sample, peak_by_block
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import TrainState
 
@@ -159,14 +159,6 @@ def profile(
     trainer.ledger.peak_bytes = max(before, peak)
     device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return state, Profile(steps, plan, recorder, peak, device)
-
-
-def peak_by_block(events: Any) -> collections.Counter[int | None]:
-    """The largest total while each block was at work."""
-    peaks: collections.Counter[int | None] = collections.Counter()
-    for event in events:
-        peaks[event.block] = max(peaks[event.block], event.bytes)
-    return peaks
 
 
 def _row(sample: Sample) -> dict[str, Any]:

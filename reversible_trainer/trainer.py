@@ -439,8 +439,7 @@ class Trainer:
     def _within_memory(self, batch: Stack) -> tuple[Schedule, str]:
         """The first schedule that fits the memory, with as many blocks that keep as it allows."""
         limit, asked = self._memory or 0, self._microbatches
-        size = min((x.shape[0] if x.shape else 1) for x in batch)
-        counts = [asked] if isinstance(asked, int) else [n for n in range(1, size + 1) if size % n == 0]
+        counts = [asked] if isinstance(asked, int) else planning.microbatch_counts(batch)
         fits = lambda schedule: self._plan(schedule).peak_accelerator_bytes <= limit  # noqa: E731
         tried = []
         for on_host in self._places:

@@ -13,8 +13,7 @@ import pytest
 from training import ADAFACTOR, SHAMPOO, SIZES, batch, lm, small_lm, standard_lm
 
 from reversible_trainer.layers import CrossEntropy, Dense, Embedding, FeedForward, Frozen, LossSerial, RMSNorm, Serial
-from reversible_trainer.profiling import peak_by_block
-from reversible_trainer.streaming import Placement
+from reversible_trainer.streaming import Placement, peak_by_block
 from reversible_trainer.trainer import OutOfMemoryError, Trainer
 from reversible_trainer.tree import tree_bytes
 
@@ -88,7 +87,7 @@ def test_the_plan_covers_the_ledger_closely(model, optimizer, placement, options
     peaks = peak_by_block(events)
     for i, block in enumerate(plan.blocks):
         assert peaks[i] <= block.peak_bytes, i
-    # Every program of every block.
+    # The plan has run the very programs that the step ran, for the very blocks.
     seen, planned = ({}, {})
     for found, these in ((seen, events), (planned, plan.events)):
         for event in these:

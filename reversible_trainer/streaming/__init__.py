@@ -1,8 +1,8 @@
 """Moving blocks between host and accelerator, and knowing what that costs."""
 
 from reversible_trainer.streaming.accelerator import Accelerator
-from reversible_trainer.streaming.ledger import Event, Ledger
-from reversible_trainer.streaming.machine import device_limit, host_available, memory_bytes, parse_amount
+from reversible_trainer.streaming.ledger import Event, Ledger, peak_by_block
+from reversible_trainer.streaming.machine import device_limit, memory_bytes, parse_amount
 from reversible_trainer.streaming.placement import Pending, Placement
 from reversible_trainer.streaming.plan import BlockPlan, Floor, MemoryPlan, SweepPlan
 from reversible_trainer.streaming.programs import Program, Programs
@@ -27,7 +27,7 @@ __all__ = [
     "Tally",
     "Waiting",
     "device_limit",
-    "host_available",
     "memory_bytes",
     "parse_amount",
+    "peak_by_block",
 ]

@@ -142,7 +142,7 @@ class Accelerator:
             pending = self.placement.send(list(trees.values()), keep=moved and keep)
         for tag, part in zip(trees, pending.tracked(), strict=True):
             self.ledger.track(tag, part)
-        nbytes = sum(map(tree_bytes, trees.values()))
+        nbytes = tree_bytes(trees)
         arrived = self._record_copy("send", " ".join(trees), at, nbytes, start, pending)
         self.ledger.event("send")
         return Arrival(self.ledger, list(trees), pending, nbytes if moved and not keep else 0, arrived)
@@ -155,9 +155,9 @@ class Accelerator:
         start = self._now()
         with _annotation("fetch", self.ledger.block):
             pending = self.placement.fetch(tree)
-        computed = functools.partial(jax.block_until_ready, tree)
-        self._record_copy("fetch", kind, self._visit, tree_bytes(tree), start, pending, computed)
-        self.ledger.host(tree_bytes(tree))
+        nbytes = tree_bytes(tree)
+        self._record_copy("fetch", kind, self._visit, nbytes, start, pending, computed=tree)
+        self.ledger.host(nbytes)
         if self.placement.same_memory:
             self.ledger.forget(tree)
         departures = self._departures[kind]
@@ -204,10 +204,12 @@ class Accelerator:
         nbytes: int,
         start: float,
         pending: Pending,
-        ready: Callable[[], Any] | None = None,
+        computed: Tree = None,
     ) -> concurrent.futures.Future[None] | None:
+        """Notes a copy, if steps are recorded; it begins when the tree `computed` has been."""
         if self.recorder is None or self.placement.same_memory:
             return None
+        ready = functools.partial(jax.block_until_ready, computed)
         return self.recorder.add(lane, name, visit, nbytes, start, pending.block, ready)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,14 @@ class Event(NamedTuple):
     bytes: int
     arrays: dict[str, int]
     host_bytes: int
+
+
+def peak_by_block(events: Iterable[Event]) -> collections.Counter[int | None]:
+    """The largest total while each block was at work."""
+    peaks: collections.Counter[int | None] = collections.Counter()
+    for event in events:
+        peaks[event.block] = max(peaks[event.block], event.bytes)
+    return peaks
 
 
 class _Entry(weakref.ref):

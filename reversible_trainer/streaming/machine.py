@@ -35,7 +35,7 @@ def parse_amount(given: str | int | float, where: str, unit: str = "B", example:
       (17179869184.0, 1500000.0, 50000000000.0)
     """
     match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGTP]?i?)(?:{unit})?\s*", str(given))
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+    if not match or match[2] not in _UNITS or not 0 < float(match[1]) < float("inf"):
         raise ValueError(f"{where}: expected {'bytes' if unit == 'B' else unit}, as in {example}; got {given!r}.")
     return float(match[1]) * _UNITS[match[2]]
 
