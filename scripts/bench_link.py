@@ -111,9 +111,6 @@ class _Travelling(Pending):
     def block(self) -> None:
         self._future.result()
 
-    def is_done(self) -> bool:
-        return self._future.done()
-
 
 class Run:
     """A stack of equal reversible blocks on a simulated link whose bandwidth may change from step to step."""

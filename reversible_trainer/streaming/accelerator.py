@@ -101,6 +101,7 @@ class Accelerator:
             arrays = arrival.arrays()
             left_host.append(arrival.moved_bytes)
             del arrival  # with it goes the host's copy of what was moved, once it has been read
+            self._let_go(self.prefetch)
             at_work, self._visit = visit[1], visit
             self.ledger.block = at_work
             if self._link_lags():  # it must not wait for the next program's start
@@ -122,9 +123,6 @@ class Accelerator:
 
     def send_ahead(self) -> None:
         """Sends the next blocks in the middle of a visit; only when all programs of earlier visits have run."""
-        departures = self._departures["blocks"]
-        while len(departures) > self.prefetch:
-            departures.popleft().wait()
         if self._send_ahead is not None:
             self._send_ahead()
 
@@ -160,10 +158,8 @@ class Accelerator:
         self.ledger.host(nbytes)
         if self.placement.same_memory:
             self.ledger.forget(tree)
-        departures = self._departures[kind]
-        departures.append(pending)
-        while len(departures) > self.prefetch + 1:
-            departures.popleft().wait()
+        self._departures[kind].append(pending)
+        self._let_go(self.prefetch + 1, kind)
         return pending.arrays()
 
     def finish(self) -> None:
@@ -183,15 +179,18 @@ class Accelerator:
             self.placement.wait(self._tokens.popleft())
 
     def _link_lags(self) -> bool:
-        """Whether all programs have run and no more than `prefetch` copies of blocks to the host are under way."""
+        """Whether all programs have run."""
         if self.placement.same_memory or not self.prefetch or not all(map(self.placement.is_done, self._tokens)):
             return False
         self._tokens.clear()
         self.ledger.dispatch(0, [], [])  # the last program's temporaries are gone
-        departures = self._departures["blocks"]
-        while len(departures) > self.prefetch and departures[0].is_done():
+        return True
+
+    def _let_go(self, keep: int, kind: str = "blocks") -> None:
+        """Waits for all copies of a kind to the host but the last `keep`."""
+        departures = self._departures[kind]
+        while len(departures) > keep:
             departures.popleft().wait()
-        return len(departures) <= self.prefetch
 
     def _now(self) -> float:
         return self.recorder.now() if self.recorder else 0.0

@@ -208,6 +208,3 @@ class _Writing(Pending):
 
     def block(self) -> None:
         self._future.result()
-
-    def is_done(self) -> bool:
-        return self._future.done()

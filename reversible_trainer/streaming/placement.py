@@ -40,10 +40,6 @@ class Pending:
         """Returns when the copy is done; may be called by any thread."""
         jax.block_until_ready(self._arrays)
 
-    def is_done(self) -> bool:
-        """Whether `block` would return at once."""
-        return all(x.is_ready() for x in jax.tree.leaves(self._arrays))
-
     def wait(self) -> None:
         """Returns when the copy is done, and lets go of its source."""
         self.block()
@@ -251,6 +247,3 @@ class _Planned(Placement):
 class _PlannedPending(Pending):
     def block(self) -> None:
         pass
-
-    def is_done(self) -> bool:
-        return True
