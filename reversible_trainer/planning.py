@@ -21,7 +21,7 @@ from reversible_trainer.streaming import (
     Span,
     SweepPlan,
     Tally,
-    peak_by_block,
+    peaks,
 )
 from reversible_trainer.tree import tree_bytes, tree_size
 
@@ -61,10 +61,10 @@ def plan(schedule: Schedule, placement: Placement, prefetch: int, transactional:
     sweeps.train(fast, schedule, state, copies, batches, clock)
     end = len(events)
     sweeps.train(slow, schedule, state, copies, batches, clock)
-    peaks = peak_by_block(events)
+    totals = peaks(events)
     assert ledger.peak is not None
     return MemoryPlan(
-        blocks=tuple(_block_plan(schedule, b, peaks[b.index], tally.spans) for b in schedule.blocks),
+        blocks=tuple(_block_plan(schedule, b, totals[b.index], tally.spans) for b in schedule.blocks),
         sweeps=tuple(
             SweepPlan(name, *_amounts(span for span in tally.spans if span.visit in visits))
             for name, visits in _SWEEPS.items()
@@ -90,7 +90,7 @@ def _amounts(spans: Iterable[Span]) -> tuple[float, int, int]:
     return float(sums["run"]), int(sums["send"]), int(sums["fetch"])
 
 
-def _block_plan(schedule: Schedule, block: ScheduledBlock, peak_bytes: int, spans: Sequence[Span]) -> BlockPlan:
+def _block_plan(schedule: Schedule, block: ScheduledBlock, totals: dict[str, int], spans: Sequence[Span]) -> BlockPlan:
     programs = {kind: schedule.program(kind, block.index) for kind in schedule.kinds(block.index)}
     forward = programs.get("forward")
     others = [program.bytes for kind, program in programs.items() if kind != "forward"]
@@ -113,7 +113,8 @@ def _block_plan(schedule: Schedule, block: ScheduledBlock, peak_bytes: int, span
         flops=flops,
         send_bytes=sent,
         fetch_bytes=fetched,
-        peak_bytes=peak_bytes,
+        peak_bytes=max(totals.values()),
+        totals=totals,
     )
 
 

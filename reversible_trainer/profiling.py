@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from reversible_trainer.layers.base import Stack
-from reversible_trainer.streaming import Event, MemoryPlan, Recorder, Sample, peak_by_block
+from reversible_trainer.streaming import Event, MemoryPlan, Recorder, Sample, peaks
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import TrainState
 
@@ -84,7 +84,7 @@ class Profile:
                 seconds[span.block, span.visit] += span.end - span.start
             else:
                 copied[span.block, span.lane] += span.amount
-        peaks = peak_by_block(sample.event for sample in self.recorder.samples)
+        totals = peaks(sample.event for sample in self.recorder.samples)
         return [
             {
                 "block": i,
@@ -92,7 +92,7 @@ class Profile:
                 "policy": block.policy,
                 **{f"{v}_seconds": seconds[i, v] / self.steps for v in _VISITS if v},
                 **{f"{lane}_bytes": round(copied[i, lane] / self.steps) for lane in ("send", "fetch")},
-                "peak_bytes": peaks[i],
+                "peak_bytes": max(totals.get(i, {}).values(), default=0),
                 "planned_peak_bytes": block.peak_bytes,
             }
             for i, block in enumerate(self.plan.blocks)

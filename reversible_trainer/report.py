@@ -117,7 +117,7 @@ def _groups(blocks: Any) -> list[tuple[str, Any]]:
     """Runs of equal blocks: their numbers as text, and the one of them with the largest peak."""
     numbered = enumerate(blocks)
     found = []
-    for _, run in itertools.groupby(numbered, lambda pair: dataclasses.replace(pair[1], peak_bytes=0)):
+    for _, run in itertools.groupby(numbered, lambda pair: dataclasses.replace(pair[1], peak_bytes=0, totals={})):
         members = list(run)
         first, last = members[0][0], members[-1][0]
         where = str(first) if first == last else f"{first}-{last}"

@@ -13,7 +13,7 @@ import pytest
 from training import ADAFACTOR, SHAMPOO, SIZES, batch, lm, small_lm, standard_lm
 
 from reversible_trainer.layers import CrossEntropy, Dense, Embedding, FeedForward, Frozen, LossSerial, RMSNorm, Serial
-from reversible_trainer.streaming import Placement, peak_by_block
+from reversible_trainer.streaming import Placement, peaks
 from reversible_trainer.trainer import OutOfMemoryError, Trainer
 from reversible_trainer.tree import tree_bytes
 
@@ -50,6 +50,9 @@ SETTINGS = [  # model, optimizer, placement, options
 ]
 
 
+HELD = 256  # bytes of the metrics of steps which nobody has read yet: the plan allows for eight
+
+
 def frozen(depth):
     """Only the upper half of the blocks is trained."""
     model = small_lm(depth)
@@ -71,29 +74,25 @@ def place(name, folder):
 
 
 @pytest.mark.parametrize(("model", "optimizer", "placement", "options"), SETTINGS)
-def test_the_plan_covers_the_ledger_closely(model, optimizer, placement, options, tmp_path):
+def test_the_plan_covers_the_ledger_closely(model, optimizer, placement, options, tmp_path, monkeypatch):
+    """For the step, for each block and for each of its programs."""
     blocks = {"frozen": frozen, "standard": standard}.get(model, model)(4)
     trainer = Trainer(blocks, optimizer, placement=place(placement, tmp_path), **options)
     plan, events = trainer.plan(batch()), []
+    trainer.ledger.watch = events.append
     state = trainer.init(jax.random.key(0), batch())
     state, _ = trainer.step(state, batch(0), 0.01)
-    trainer.ledger.watch = events.append
-    for number in range(2):
-        state, _ = trainer.step(state, batch(number), 0.01)
+    for link_lags in (True, False):  # blocks are sent before the program at work is started, or after
+        monkeypatch.setattr(trainer.placement, "is_done", lambda array, link_lags=link_lags: link_lags)
+        state, _ = trainer.step(state, batch(link_lags), 0.01)
     jax.block_until_ready((state.weights, state.slots))
-    above = 1.3 if placement == "disk" else 1.1  # what has been written to the disk is gone at once, sometimes early
-    assert trainer.ledger.peak_bytes <= plan.peak_accelerator_bytes <= above * trainer.ledger.peak_bytes
+    assert trainer.ledger.peak_bytes <= plan.peak_accelerator_bytes <= 1.1 * trainer.ledger.peak_bytes
     assert trainer.ledger.peak_host_bytes <= plan.peak_host_bytes <= 1.1 * trainer.ledger.peak_host_bytes
-    peaks = peak_by_block(events)
+    found = peaks(events)
     for i, block in enumerate(plan.blocks):
-        assert peaks[i] <= block.peak_bytes, i
-    # The plan has run the very programs that the step ran, for the very blocks.
-    seen, planned = ({}, {})
-    for found, these in ((seen, events), (planned, plan.events)):
-        for event in these:
-            if event.name != "send" and not event.name.startswith("place"):
-                found[event.block, event.name] = max(found.get((event.block, event.name), 0), event.bytes)
-    assert seen.keys() == planned.keys()
+        assert max(found[i].values()) <= block.peak_bytes <= 1.1 * max(found[i].values()), i
+        for name, total in found[i].items():
+            assert total <= block.totals[name] <= 1.1 * total + HELD, (i, name)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -1,7 +1,7 @@
 """Moving blocks between host and accelerator, and knowing what that costs."""
 
 from reversible_trainer.streaming.accelerator import Accelerator
-from reversible_trainer.streaming.ledger import Event, Ledger, peak_by_block
+from reversible_trainer.streaming.ledger import Event, Ledger, peaks
 from reversible_trainer.streaming.machine import device_limit, memory_bytes, parse_amount
 from reversible_trainer.streaming.placement import Pending, Placement
 from reversible_trainer.streaming.plan import BlockPlan, Floor, MemoryPlan, SweepPlan
@@ -29,5 +29,5 @@ __all__ = [
     "device_limit",
     "memory_bytes",
     "parse_amount",
-    "peak_by_block",
+    "peaks",
 ]

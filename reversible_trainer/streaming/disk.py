@@ -160,13 +160,12 @@ class Disk(OnDevice):
 
         def write() -> None:
             position = start
-            while leaves:
-                leaf = leaves.pop(0)  # not held longer than it takes
+            for leaf in leaves:
                 self._file.write(position, np.asarray(leaf))
                 position += leaf_bytes(leaf)
 
         region.written = self._writer.submit(write)
-        return _Writing(jax.tree.unflatten(structure, places), region.written)
+        return _Writing(jax.tree.unflatten(structure, places), tree, region.written)
 
     def to_host(self, tree: Tree) -> Tree:
         if all(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tree)):
@@ -202,8 +201,8 @@ class _Reading(Pending):
 
 
 class _Writing(Pending):
-    def __init__(self, arrays: Tree, future: concurrent.futures.Future[None]):
-        super().__init__(arrays, None)
+    def __init__(self, arrays: Tree, source: Tree, future: concurrent.futures.Future[None]):
+        super().__init__(arrays, source)
         self._future = future
 
     def block(self) -> None:

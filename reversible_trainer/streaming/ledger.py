@@ -30,12 +30,13 @@ class Event(NamedTuple):
     host_bytes: int
 
 
-def peak_by_block(events: Iterable[Event]) -> collections.Counter[int | None]:
-    """The largest total while each block was at work."""
-    peaks: collections.Counter[int | None] = collections.Counter()
+def peaks(events: Iterable[Event]) -> dict[int | None, dict[str, int]]:
+    """The largest total at the events of each name while each block was at work."""
+    found: dict[int | None, dict[str, int]] = {}
     for event in events:
-        peaks[event.block] = max(peaks[event.block], event.bytes)
-    return peaks
+        names = found.setdefault(event.block, {})
+        names[event.name] = max(names.get(event.name, 0), event.bytes)
+    return found
 
 
 class _Entry(weakref.ref):

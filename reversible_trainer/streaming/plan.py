@@ -30,6 +30,7 @@ class BlockPlan:
       send_bytes: That are copied to the accelerator for it in a step.
       fetch_bytes: That are copied back.
       peak_bytes: The largest total on the accelerator while this block is at work.
+      totals: The largest totals meanwhile by what has just happened: `send`, or the name of a program that was started.
     """
 
     name: str
@@ -49,6 +50,7 @@ class BlockPlan:
     send_bytes: int
     fetch_bytes: int
     peak_bytes: int
+    totals: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
