@@ -207,7 +207,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     loop, trainer, settings, state = _load(Path(options.checkpoint))
-    batches = settings["data"].eval_batches(settings["batch_size"], settings["length"])
+    batches = settings["data"].eval_batches(settings["batch_size"], settings.get("length"))
     found = loop.evaluate(trainer, state, batches)
     finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
     print(json.dumps({"step": state.step, **finite}))
@@ -216,10 +216,14 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _sample(options: argparse.Namespace) -> None:
     import itertools
 
+    from reversible_trainer.data import Text
+
     if options.length < 0 or not 0 <= options.temperature < 1e6 or not options.prompt or options.seed < 0:
         raise ValueError("sample: needs a prompt, no negative length or seed, and a temperature from 0 to 1e6.")
     loop, trainer, settings, state = _load(Path(options.checkpoint))
     data = settings["data"]
+    if not isinstance(data, Text):
+        raise ValueError(f"sample: the run's data, {type(data).__name__}, is no text that could be continued.")
     prompt = data.encode(options.prompt).tolist()
     tokens = loop.generate(trainer, state, prompt, settings["length"], options.temperature, options.seed)
     print(data.decode([*prompt, *itertools.islice(tokens, options.length)]))
@@ -315,7 +319,7 @@ def _trainer(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
 
 def _signature(settings: dict[str, Any]) -> tuple[Any, ...]:
     """Signature of a training batch."""
-    return settings["data"].batch(0, 0, settings["batch_size"], settings["length"])
+    return settings["data"].batch(0, 0, settings["batch_size"], settings.get("length"))
 
 
 def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:

@@ -16,7 +16,7 @@ def whole(name: str, value: Any, least: int) -> None:
         raise ValueError(f"Trainer({name}={value!r}): expected a whole number, {least} or more.")
 
 
-def choice(name: str, value: Any, known: Sequence[str]) -> None:
+def choice(name: str, value: Any, known: Sequence[Any]) -> None:
     """Refuses what is not known."""
     if value not in known:
         where = name if " " in name else f"Trainer({name}={value!r})"

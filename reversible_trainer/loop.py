@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from reversible_trainer import checkpoint
-from reversible_trainer.data import Batch, TextData
+from reversible_trainer.data import Batch, DataSet
 from reversible_trainer.layers.base import Layer
 from reversible_trainer.metrics import MetricsLog, Progress, Rate, Record, plot_losses
 from reversible_trainer.optimizers import unmatched
@@ -27,6 +27,7 @@ from reversible_trainer.streaming import Placement
 from reversible_trainer.trainer import Trainer
 from reversible_trainer.tree import TrainState, path_name
 
+_COUNTS = ("skipped_blocks", "optimizer_failures", "near_range_blocks", "mismatched_blocks")  # noted unless zero
 _RECORD_EVERY = 100  # steps between those whose copies and programs are timed, which costs a little
 
 configured_trainer = cast(type[Trainer], gin.external_configurable(Trainer, "Trainer"))
@@ -38,11 +39,11 @@ for _name in ("pinned", "shared", "disk"):  # Trainer.placement = @disk(), disk.
 def run(
     blocks: Sequence[Layer],
     optimizer: Callable[..., Any],
-    data: TextData,
+    data: DataSet,
     learning_rate: float | Callable[[int], Any],
     steps: int,
     batch_size: int,
-    length: int,
+    length: int | None = None,
     eval_every: int | None = None,
     checkpoint_every: int | None = None,
     seed: int = 0,
@@ -56,8 +57,8 @@ def run(
       data: Gives the batches.
       learning_rate: Number, or schedule from the steps done so far to a number.
       steps: Steps of the whole run.
-      batch_size: Windows per step.
-      length: Tokens per window.
+      batch_size: Sequences, or images, per step.
+      length: Tokens per sequence; None for data that are no sequences.
       eval_every: Steps between evaluations; there is always one at the end.
       checkpoint_every: Steps between checkpoints; there is always one at the end.
       seed: Of weights, dropout and data.
@@ -67,9 +68,10 @@ def run(
 
     Returns:
       The result, which is also printed, as one line of JSON: `step`; `loss`, mean of the
-      last 20 steps; `first_loss`, of step 1 before any update; `eval_loss`, over every
-      token of the held-out part; `tokens_per_second`; `peak_accelerator_bytes`;
-      `planned_accelerator_bytes`; `peak_host_bytes`. A finished run reports itself again.
+      last 20 steps; `first_loss`, of step 1 before any update; `eval_loss` and
+      `eval_accuracy`, over everything held out; `tokens_per_second`, or images;
+      `peak_accelerator_bytes`; `planned_accelerator_bytes`; `peak_host_bytes`. A finished
+      run reports itself again.
     """
     numbers = (steps, batch_size, length, eval_every, checkpoint_every, seed)
     rates = check_settings(blocks, optimizer, data, learning_rate, *numbers)
@@ -103,11 +105,13 @@ def run(
         here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress)
         state = here.train(state, rates, steps, eval_every, checkpoint_every)
         last = log.records[-1] if log.records else {}
+        held_out = last if "eval_loss" in last else here.evaluate(state)
         result = {
             "step": steps,
             "loss": _mean([record["loss"] for record in log.records[-20:]]),
             "first_loss": next((record["loss"] for record in log.records if record["step"] == 1), None),
-            "eval_loss": last["eval_loss"] if "eval_loss" in last else here.evaluate(state)["eval_loss"],
+            "eval_loss": held_out["eval_loss"],
+            "eval_accuracy": held_out["eval_accuracy"],
             "tokens_per_second": here.rate.per_second,
             "peak_accelerator_bytes": trainer.ledger.peak_bytes or None,  # null if all steps were done before
             "planned_accelerator_bytes": plan.peak_accelerator_bytes,
@@ -123,9 +127,9 @@ class _Run:
     """What the parts of a run share."""
 
     trainer: Trainer
-    data: TextData
+    data: DataSet
     batch_size: int
-    length: int
+    length: int | None
     seed: int
     output: Path
     description: checkpoint.Description
@@ -166,17 +170,24 @@ class _Run:
     def evaluate(self, state: TrainState) -> Record:
         """Evaluates on the held-out part."""
         found = evaluate(self.trainer, state, self.data.eval_batches(self.batch_size, self.length))
-        self.progress.note(f"step {state.step}: held-out loss {found['eval_loss']:.4f}")
+        loss, accuracy = found["eval_loss"], found["eval_accuracy"]
+        self.progress.note(f"step {state.step}: held-out loss {loss:.4f}, accuracy {accuracy:.2%}")
         return found
 
     def _record(self, step: int, learning_rate: Any, metrics: dict[str, Any], hidden: float | None) -> Record:
         """Reads a step's metrics, which waits until it is done, and shows them."""
         loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
-        self.rate.add(self.batch_size * self.length)
+        self.rate.add(self.batch_size * (self.length or 1))
         self.progress.show(step, loss, self.rate.per_second, self.trainer.ledger.peak_bytes)
         record = {"step": step, "loss": loss, "accuracy": accuracy, "learning_rate": float(learning_rate)}
-        counts = {name: int(metrics[name]) for name in ("skipped_blocks", "optimizer_failures")}
+        counts = {name: int(metrics[name]) for name in _COUNTS if name in metrics}
+        if counts.get("near_range_blocks") and "near_range_blocks" not in (self.log.records or [{}])[-1]:
+            self.progress.note(
+                f"step {step}: {counts['near_range_blocks']} blocks leave fixed-point streams within a factor of 4 of "
+                "their range. Use a smaller learning rate, norms, or fewer bits of ToFixedPoint.fraction."
+            )
         record |= {name: count for name, count in counts.items() if count}
+        record |= {name: float(metrics[name]) for name in ("drift",) if name in metrics}
         return record if hidden is None else {**record, "hidden_link_fraction": hidden}
 
     def _save(self, state: TrainState) -> None:
@@ -189,11 +200,11 @@ class _Run:
 
 
 def evaluate(trainer: Trainer, state: TrainState, batches: Iterable[Batch]) -> Record:
-    """Mean loss and accuracy over the tokens of all batches, without dropout."""
+    """Mean loss and accuracy over all that the batches weigh, without dropout."""
     metrics = [trainer.evaluate(state, batch) for batch in batches]  # read when all are under way
     loss, accuracy, weight = (np.array([m[name] for m in metrics]) for name in ("loss", "accuracy", "weight"))
     if not weight.sum():
-        raise ValueError("evaluate: the data has no held-out tokens to evaluate on.")
+        raise ValueError("evaluate: the data has nothing held out to evaluate on.")
     mean = {"eval_loss": loss, "eval_accuracy": accuracy}
     return {name: float(np.average(np.float64(value), weights=weight)) for name, value in mean.items()}
 
@@ -231,7 +242,7 @@ def check_settings(
     learning_rate: Any,
     steps: Any,
     batch_size: Any,
-    length: Any,
+    length: Any = None,
     eval_every: Any = None,
     checkpoint_every: Any = None,
     seed: Any = 0,
@@ -242,15 +253,15 @@ def check_settings(
         raise TypeError(f"run.blocks must be a list of layers, as in @transformer_lm(); got {blocks!r}.")
     if not callable(optimizer):
         raise TypeError(f"run.optimizer must be a factory, as in @adam without parentheses; got {optimizer!r}.")
-    if not isinstance(data, TextData):
+    if not isinstance(data, DataSet):
         raise TypeError(f"run.data must be a data set, as in @shakespeare(); got {data!r}.")
-    for name, number in {"steps": steps, "batch_size": batch_size, "length": length}.items():
+    for name, number in {"steps": steps, "batch_size": batch_size}.items():
         _check_whole(name, number, 1)
-    for name, number in {"eval_every": eval_every, "checkpoint_every": checkpoint_every}.items():
-        _check_whole(name, steps if number is None else number, 1)
+    for name, number in {"length": length, "eval_every": eval_every, "checkpoint_every": checkpoint_every}.items():
+        _check_whole(name, 1 if number is None else number, 1)
     _check_whole("seed", seed, 0)
-    if not len(data.held_out):
-        raise ValueError("run.data has no held-out tokens to evaluate on; hold some part of it out.")
+    if next(iter(data.eval_batches(batch_size, length)), None) is None:
+        raise ValueError("run.data has nothing held out to evaluate on; hold some part of it out.")
     rates: Callable[[int], Any] = learning_rate if callable(learning_rate) else lambda step: learning_rate
     try:
         float(rates(0))
@@ -262,13 +273,14 @@ def check_settings(
     return rates
 
 
-def check_vocabulary(trainer: Trainer, data: TextData, batch: Batch) -> None:
-    """Refuses a model that does not know all of the data's tokens."""
+def check_vocabulary(trainer: Trainer, data: DataSet, batch: Batch) -> None:
+    """Refuses a model that does not know all of the data's tokens or classes."""
     known = trainer.predict_signature(batch).shape[-1]
     if known < data.vocab_size:
+        name, noun = ("vocab_size", "tokens") if batch[1].ndim > 1 else ("classes", "classes")
         raise ValueError(
-            f"run: the data has {data.vocab_size} tokens, but the model predicts {known}. Set the model's "
-            f"vocab_size to {data.vocab_size}."
+            f"run: the data has {data.vocab_size} {noun}, but the model predicts {known}. Set the model's "
+            f"{name} to {data.vocab_size}."
         )
 
 

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from reversible_trainer import reversal
 from reversible_trainer.layers.base import Layer, LossLayer, ReversibleLayer, Stack, differentiate, linearize, pull
+from reversible_trainer.layers.fixed_point import bare
+from reversible_trainer.reversal import Seen
 from reversible_trainer.tree import Array, Tree, describe, path_name, same_signature, total
 
 Optimizer = Callable[[Any], optax.GradientTransformation]  # learning rate -> transformation
@@ -91,24 +94,46 @@ def init(layer: Layer, recipe: Recipe, inputs: Stack, key: Array, index: Array) 
 
 
 def forward(
-    layer: Layer, weights: Tree, state: Tree, inputs: Stack, clock: Clock, index: Array, microbatch: Array
-) -> tuple[Stack, Tree, Tree]:
-    """`(outputs, new_state, memo)` of a training pass; weights come in the dtype that is computed in."""
-    return layer.forward(weights, state, inputs, clock.pass_key(index, microbatch))
+    layer: Layer,
+    policy: str,
+    verifies: bool,
+    weights: Tree,
+    state: Tree,
+    inputs: Stack,
+    seen: Seen | None,
+    clock: Clock,
+    index: Array,
+    microbatch: Array,
+) -> tuple[Stack, Tree, Tree, Seen | None]:
+    """A training pass; weights come in the dtype that is computed in.
 
+    Args:
+      policy: "keep", or any other.
+      verifies: Whether the inputs' reconstruction will be compared with them.
+      seen: What this step has seen of its streams, if these are to be looked at.
 
-def keep(
-    layer: Layer, weights: Tree, state: Tree, inputs: Stack, clock: Clock, index: Array, microbatch: Array
-) -> tuple[Stack, Tree, Tree]:
-    """`(outputs, new_state, residuals)`: what the pullback needs, but for the weights, which are sent again."""
-    outputs, new_state, _, vjp = linearize(layer, weights, state, inputs, clock.pass_key(index, microbatch))
-    vjp.args_res[0] = None
-    return outputs, new_state, vjp
+    Returns:
+      `(outputs, new_state, memo, seen)`. If it verifies, the memo is the layer's with
+      checksums; if it keeps, all that the pullback needs but for the weights, which are sent again.
+    """
+    key = clock.pass_key(index, microbatch)
+    if policy == "keep":
+        outputs, new_state, _, memo = linearize(layer, weights, state, inputs, key)
+        memo.args_res[0] = None
+    else:
+        outputs, new_state, memo = layer.forward(weights, state, inputs, key)
+        outputs = tuple(map(bare, outputs))
+    if verifies:
+        memo = memo, reversal.checksums(inputs)
+    if seen is not None:
+        seen = reversal.look(seen, outputs, index)
+    return outputs, new_state, memo, seen
 
 
 def infer(layer: Layer, recipe: Recipe, weights: Tree, state: Tree, inputs: Stack) -> tuple[Stack]:
     """A block's outputs, deterministic."""
-    return (layer.forward(recipe.cast(weights), state, inputs, None)[0],)
+    outputs, _, _ = layer.forward(recipe.cast(weights), state, inputs, None)
+    return (tuple(map(bare, outputs)),)
 
 
 def evaluate(layer: LossLayer, recipe: Recipe, weights: Tree, state: Tree, inputs: Stack) -> tuple[dict[str, Array]]:
@@ -129,29 +154,37 @@ def gradients(
     layer: Layer,
     recipe: Recipe,
     policy: str,
+    verifies: bool,
     signatures: tuple[Stack, Stack],
     weights: Tree,
     state: Tree,
     entries: Stack,
     cotangents: Stack,
     memo: Tree,
+    truth: Stack | None,
+    seen: Seen | None,
     sums: Tree,
     clock: Clock,
     index: Array,
     microbatch: Array,
-) -> tuple[Stack, Stack, Tree]:
+) -> tuple[Stack, Stack, Seen | None, Tree]:
     """Gradients of one block for one microbatch, added to `sums`.
 
     Args:
       policy: "reverse": `entries` are the outputs; "recompute": the inputs; "keep": there
         are none, and `memo` holds the residuals.
+      verifies: Whether reconstructed inputs are compared with the real ones: `memo` holds
+        these's checksums.
       signatures: Of inputs and outputs.
       cotangents: Of the outputs.
+      truth: The real inputs, if they are known and to be compared.
+      seen: What this step has seen of its streams, if it verifies.
       sums: Gradients of earlier microbatches, or None.
 
     Returns:
-      `(inputs, input_cotangents, sums)`; `inputs` are empty unless they were reconstructed.
+      `(inputs, input_cotangents, seen, sums)`; `inputs` are empty unless they were reconstructed.
     """
+    memo, checksums = memo if verifies else (memo, ())
     compute_weights, key, inputs = recipe.cast(weights), clock.pass_key(index, microbatch), ()
     if policy == "keep":
         memo.args_res[0] = compute_weights
@@ -159,18 +192,20 @@ def gradients(
     elif policy == "reverse":
         assert isinstance(layer, ReversibleLayer)
         inputs, (input_cts, grads) = layer.reverse_and_grad(compute_weights, state, entries, cotangents, key, memo)
+        if verifies:
+            assert seen is not None
+            seen = reversal.compare(seen, inputs, checksums, truth, index, microbatch)
     else:
         *_, pullback = differentiate(layer, compute_weights, state, entries, key, memo)
         input_cts, grads = pullback(cotangents)
-    if not layer.trains:
-        return inputs, input_cts, None
-    return inputs, input_cts, _added(sums, grads, weights)
+    return inputs, input_cts, seen, _added(sums, grads, weights) if layer.trains else None
 
 
 def backward(
     layer: Layer,
     recipe: Recipe,
     policy: str,
+    verifies: bool,
     signatures: tuple[Stack, Stack],
     weights: Tree,
     slots: Tree,
@@ -179,21 +214,23 @@ def backward(
     entries: Stack,
     cotangents: Stack,
     memo: Tree,
+    truth: Stack | None,
+    seen: Seen | None,
     clock: Clock,
     weight_sum: Array,
     health: Health,
     index: Array,
     microbatch: Array,
-) -> tuple[Tree, Tree, Tree, Stack, Stack, Health]:
-    """`gradients` and `update` in one: `(weights, slots, state, inputs, input_cotangents, health)`."""
-    inputs, input_cts, grads = gradients(
-        *(layer, recipe, policy, signatures, weights, state, entries, cotangents, memo, None),
+) -> tuple[Tree, Tree, Tree, Stack, Stack, Seen | None, Health]:
+    """`gradients` and `update` in one: `(weights, slots, state, inputs, input_cotangents, seen, health)`."""
+    inputs, input_cts, seen, grads = gradients(
+        *(layer, recipe, policy, verifies, signatures, weights, state, entries, cotangents, memo, truth, seen, None),
         *(clock, index, microbatch),
     )
     *updated, health = update(
         layer, recipe, True, weights, slots, state, new_state, grads, clock, weight_sum, health, index
     )
-    return *updated, inputs, input_cts, health
+    return *updated, inputs, input_cts, seen, health
 
 
 def loss_gradients(

@@ -52,7 +52,7 @@ def plan(schedule: Schedule, placement: Placement, prefetch: int, transactional:
     batches, tally = [schedule.batch] * schedule.microbatches, Tally()
     clock = fast.placement.to_host(clock)
     before = state.copy()  # what a transactional step leaves to the caller
-    metrics = sweeps.train(fast, schedule, state, copies, batches, clock)
+    metrics, _ = sweeps.train(fast, schedule, state, copies, batches, clock)
     del before
     held = [fast.placement.to_accelerator(metrics) for _ in range(_HELD_METRICS)]
     ledger.track("metrics", held)

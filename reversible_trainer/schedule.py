@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reversible_trainer import passes
-from reversible_trainer.layers.base import Layer, LossLayer, Stack, is_differentiable, put, take
+from reversible_trainer import passes, reversal
+from reversible_trainer.layers.base import Layer, LossLayer, Stack, cotangent_signature, put, take
 from reversible_trainer.passes import Clock, Health, Recipe, rate_dtype
 from reversible_trainer.streaming import Program, Programs
 from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
@@ -32,6 +32,7 @@ class ScheduledBlock:
       why: The reason for it.
       stack: Of the whole stack that it leaves.
       saves_inputs: Whether its inputs are kept until its backward pass.
+      verifies: Whether its reconstructed inputs are compared with the real ones.
     """
 
     index: int
@@ -46,6 +47,17 @@ class ScheduledBlock:
     memo: Tree
     stack: Stack = ()
     saves_inputs: bool = False
+    verifies: bool = False
+
+    @property
+    def looks(self) -> bool:
+        """Whether its forward pass looks at the streams that it leaves."""
+        return self.policy != "loss" and reversal.has_fixed_point(self.outputs)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its bits matter: whatever is computed again must come out the same."""
+        return reversal.has_fixed_point((*self.inputs, *self.outputs))
 
     @property
     def host_bytes(self) -> int:
@@ -70,6 +82,7 @@ class Schedule:
         deferred: bool = False,
         side_by_side: bool = False,
         on_host: bool = False,
+        verify: bool = False,
         state: TrainState | None = None,
     ):
         """Traces the blocks one after the other.
@@ -85,6 +98,7 @@ class Schedule:
           side_by_side: Whether programs that do not need each other's results run at once.
           on_host: Whether activations wait on the host: saved inputs, and the stacks between
             the blocks when there are several microbatches.
+          verify: Whether reconstructed inputs are compared with the real ones.
           state: The run whose arrays it is for, if the batch lacks what the loss needs
             (targets and mask), so that they cannot be had by tracing `init`.
         """
@@ -113,7 +127,15 @@ class Schedule:
             stack = put(rest, block.outputs)
             blocks.append(dataclasses.replace(block, stack=stack))
         needed = _inputs_needed(blocks, self.lowest)
-        self.blocks = [dataclasses.replace(b, saves_inputs=b.index in needed) for b in blocks]
+        reverses = [verify and b.policy == "reverse" for b in blocks]
+        # The true inputs of the first block of each run of reversible blocks are known; only there a float stream's
+        # drift can be seen.
+        starts = {i for i, r in enumerate(reverses) if r and not (i and reverses[i - 1])}
+        needed |= {i for i in starts if reversal.has_floats(blocks[i].inputs)}
+        self.blocks = [
+            dataclasses.replace(b, saves_inputs=b.index in needed, verifies=r)
+            for b, r in zip(blocks, reverses, strict=True)
+        ]
         # Whether gradients and update of a block are one program. Where programs run side by side they are two, so
         # that the next block's backward pass need not wait for a large update.
         large = side_by_side and max(tree_bytes(b.weights) for b in blocks) >= LARGE
@@ -208,10 +230,10 @@ class Schedule:
         weights, slots, state = made or self._programs.shapes("init", layer, inputs, trace)
         outputs, memo = (), None
         if run:
-            forward = functools.partial(passes.forward, layer)
-            arguments = (self.sent(weights), state, inputs, self._clock, _INDEX, _INDEX)
+            forward = functools.partial(passes.forward, layer, "", False)
+            arguments = (self.sent(weights), state, inputs, None, self._clock, _INDEX, _INDEX)
             trace = functools.partial(jax.eval_shape, forward, *arguments)
-            outputs, _, memo = self._programs.shapes("forward", layer, (weights, state, inputs), trace)
+            outputs, _, memo, _ = self._programs.shapes("forward", layer, (weights, state, inputs), trace)
         return ScheduledBlock(index, layer, policy, why, weights, slots, state, inputs, outputs, memo)
 
     def sent(self, weights: Tree) -> Tree:
@@ -231,13 +253,14 @@ class Schedule:
         return self._programs.get("cast", "", layer, ("weights",), function, (block.weights,))
 
     def _forward(self, block: ScheduledBlock, layer: Any) -> Program:
-        function = functools.partial(passes.keep if block.policy == "keep" else passes.forward, layer)
-        arguments = (self.sent(block.weights), block.state, block.inputs, self._clock, _INDEX, _INDEX)
-        variant, donate = "residuals kept" if block.policy == "keep" else "", (2,)
-        if block.saves_inputs:
-            variant, donate = f"{variant} inputs kept", ()
-        tags = ("activations", "states", "residuals")
-        return self._programs.get("forward", variant, layer, tags, function, arguments, donate)
+        policy = "keep" if block.policy == "keep" else ""
+        function = functools.partial(passes.forward, layer, policy, block.verifies)
+        seen = self.seen if block.looks else None
+        arguments = (self.sent(block.weights), block.state, block.inputs, seen, self._clock, _INDEX, _INDEX)
+        kept = " inputs kept" if block.saves_inputs else ""
+        variant = f"{policy}{kept}{' verified' if block.verifies else ''}"
+        tags, donate = ("activations", "states", "residuals", "metrics"), (3,) if kept else (2, 3)
+        return self._programs.get("forward", variant, layer, tags, function, arguments, donate, block.exact)
 
     def _infer(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.infer, layer, self._recipe)
@@ -247,15 +270,17 @@ class Schedule:
     def _pulls_back(self, block: ScheduledBlock) -> tuple[tuple[Any, ...], tuple[Any, ...], list[int], str]:
         """What all backward passes have in common: settings, arguments, what of them may be overwritten, a name."""
         entries = {"reverse": block.outputs, "recompute": block.inputs, "keep": ()}[block.policy]
-        cotangents = tuple(x if is_differentiable(x) else None for x in block.outputs)
+        cotangents = tuple(map(cotangent_signature, block.outputs))
         memo = block.memo
-        if block.policy == "keep":  # what the forward program really returns; equal blocks share that program
+        if block.policy == "keep" or block.verifies:  # what the forward program returns; equal blocks share it
             forward = self.program("forward", block.index)
-            _, _, memo = jax.tree.unflatten(forward.out_tree, forward.outputs[:-1])
+            _, _, memo, _ = jax.tree.unflatten(forward.out_tree, forward.outputs[:-1])
         # A stored input is not overwritten: a reversible block below may need it as its output.
-        donate = [0, 1, 2] if block.policy == "reverse" else [1, 2]
-        settings = (block.layer, self._recipe, block.policy, (block.inputs, block.outputs))
-        return settings, (entries, cotangents, memo), donate, f"by {block.policy} {describe(block.inputs)}"
+        donate = [0, 1, 2, 4] if block.policy == "reverse" else [1, 2, 4]
+        settings = (block.layer, self._recipe, block.policy, block.verifies, (block.inputs, block.outputs))
+        truth = block.inputs if block.verifies and block.saves_inputs else None
+        flow = (entries, cotangents, memo, truth, self.seen if block.verifies else None)
+        return settings, flow, donate, f"by {block.policy} {describe(block.inputs)}"
 
     def _backward(self, block: ScheduledBlock, layer: Any) -> Program:
         settings, flow, donate, name = self._pulls_back(block)
@@ -264,18 +289,18 @@ class Schedule:
             *(block.weights, block.slots, block.state, block.state, *flow),
             *(self._clock, self._weight_sum, _health_signature(), _INDEX, _INDEX),
         )
-        tags = ("weights", "slots", "states", "activations", "cotangents", "metrics")
-        donate = (0, 1, 2, *(4 + i for i in donate), 9)
-        return self._programs.get("backward", name, layer, tags, function, arguments, donate)
+        tags = ("weights", "slots", "states", "activations", "cotangents", "metrics", "metrics")
+        donate = (0, 1, 2, *(4 + i for i in donate), 11)
+        return self._programs.get("backward", name, layer, tags, function, arguments, donate, block.exact)
 
     def _gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         settings, flow, donate, name = self._pulls_back(block)
         function = functools.partial(passes.gradients, *settings)
         sums = block.weights if layer.trains and self.microbatches > 1 else None
         arguments = (block.weights, block.state, *flow, sums, self._clock, _INDEX, _INDEX)
-        tags = ("activations", "cotangents", "gradients")
-        donate = (*(2 + i for i in donate), 5)
-        return self._programs.get("gradients", name, layer, tags, function, arguments, donate)
+        tags = ("activations", "cotangents", "metrics", "gradients")
+        donate = (*(2 + i for i in donate), 7)
+        return self._programs.get("gradients", name, layer, tags, function, arguments, donate, block.exact)
 
     def _loss(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.loss, layer, self._recipe)
@@ -334,9 +359,24 @@ class Schedule:
     def _loss_sums(self) -> tuple[Tree, Stack]:
         """Signatures of the loss's gradients and outputs."""
         loss = self.blocks[-1]
-        run = functools.partial(passes.forward, loss.layer)
-        arguments = (self.sent(loss.weights), loss.state, loss.inputs, self._clock, _INDEX, _INDEX)
+        run = functools.partial(passes.forward, loss.layer, "", False)
+        arguments = (self.sent(loss.weights), loss.state, loss.inputs, None, self._clock, _INDEX, _INDEX)
         return (loss.weights if loss.layer.trains else None), jax.eval_shape(run, *arguments)[0]
+
+    @functools.cached_property
+    def watched(self) -> tuple[str, ...]:
+        """The metrics that tell what has been seen of the streams."""
+        found = {"near_range_blocks"} if any(b.looks for b in self.blocks) else set()
+        for block in self.blocks:
+            if block.verifies:
+                found |= {"mismatched_blocks"} if reversal.has_fixed_point(block.inputs) else set()
+                found |= {"drift"} if reversal.has_floats(block.inputs) else set()
+        return tuple(sorted(found))
+
+    @functools.cached_property
+    def seen(self) -> reversal.Seen:
+        """What is known of the streams at the start of a step, in plain memory."""
+        return reversal.nothing(len(self.blocks), self.microbatches)
 
     @property
     def _weight_sum(self) -> Any:

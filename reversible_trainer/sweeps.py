@@ -13,6 +13,7 @@ import psutil
 
 from reversible_trainer.layers.base import Stack, is_differentiable, put, take
 from reversible_trainer.passes import Clock
+from reversible_trainer.reversal import Seen
 from reversible_trainer.schedule import Schedule, ScheduledBlock
 from reversible_trainer.streaming import Accelerator, Waiting
 from reversible_trainer.streaming.accelerator import Visit
@@ -123,6 +124,7 @@ class Step:
       memos: Block index -> memos or residuals per microbatch, likewise.
       later: Block index -> its state after each microbatch, on the host.
       grads: Block index -> its gradients, on the host, when updates are deferred.
+      seen: What has been seen of the streams, if they are looked at.
       passes: Block index and microbatch of the passes still to come.
     """
 
@@ -138,10 +140,11 @@ class Step:
     metrics: Metrics = dataclasses.field(default_factory=dict)
     weight_sum: Any = None
     health: Any = None
+    seen: Any = None
     passes: Iterator[tuple[int, int]] = dataclasses.field(default_factory=lambda: iter(()))
 
-    def run(self) -> Metrics:
-        """Goes through all visits and returns the metrics."""
+    def run(self) -> tuple[Metrics, Seen | None]:
+        """Goes through all visits; returns the metrics, and what has been seen of the streams."""
         schedule = self.schedule
         last = len(schedule) - 1
         backward = range(last - 1, schedule.lowest - 1, -1)
@@ -155,7 +158,9 @@ class Step:
         self.accelerator.finish()
         self.state.step += 1
         counts = {"skipped_blocks": self.health.skipped, "first_skipped_block": self.health.first}
-        return {**self.metrics, **counts, "optimizer_failures": self.health.failures}
+        for name in schedule.watched:
+            counts[name] = getattr(self.seen, name)
+        return {**self.metrics, **counts, "optimizer_failures": self.health.failures}, self.seen
 
     def _needed(self, visit: Visit) -> tuple[dict[str, Tree], bool]:
         """What a visit is sent, by tag, and whether the host gives it away."""
@@ -184,7 +189,10 @@ class Step:
         i, program, states = block.index, self.schedule.program("forward", block.index), [state]
         for m in range(self.schedule.microbatches):
             inputs, rest = take(self.waiting.take(("stack", m)), len(block.inputs))
-            outputs, state, memo = self.accelerator.run(program, weights, state, inputs, self.clock, *_place(i, m))
+            outputs, state, memo, seen = self.accelerator.run(
+                *(program, weights, state, inputs, self.seen if block.looks else None, self.clock, *_place(i, m))
+            )
+            self.seen = self.seen if seen is None else seen
             states.append(state)
             if block.policy != "frozen":
                 self.memos.setdefault(i, []).append(memo)
@@ -238,18 +246,24 @@ class Step:
             entries, stack = take(self.waiting.take(("stack", m)), len(block.outputs))
             cts, rest_cts = take(self.waiting.take(("cotangents", m)), len(block.outputs))
             saved = self.waiting.take(("saved", i, m)) if block.saves_inputs else None
-            flow = ({"reverse": entries, "recompute": saved, "keep": ()}[block.policy], cts, memos[m])
+            flow = (
+                *({"reverse": entries, "recompute": saved, "keep": ()}[block.policy], cts, memos[m]),
+                *((saved, self.seen) if block.verifies else (None, None)),
+            )
             memos[m] = None
             del entries, cts
             if trains_in_one:
-                *updated, inputs, input_cts, self.health = run(
+                *updated, inputs, input_cts, seen, self.health = run(
                     *(schedule.program("backward", i), weights, *slots, states[0], states[1], *flow),
                     *(self.clock, self.weight_sum, self.health, *_place(i, m)),
                 )
                 self._fetch(i, updated)
             else:
                 program = schedule.program("gradients", i)
-                inputs, input_cts, sums = run(program, weights, states[m], *flow, sums, self.clock, *_place(i, m))
+                inputs, input_cts, seen, sums = run(
+                    *(program, weights, states[m], *flow, sums, self.clock, *_place(i, m))
+                )
+            self.seen = self.seen if seen is None else seen
             del flow
             if block.policy != "reverse":
                 inputs = saved if saved is not None else (None,) * len(block.inputs)  # nobody will ask for them
@@ -319,13 +333,15 @@ def train(
     copies: list[Tree] | None,
     microbatches: Sequence[Stack],
     clock: Clock,
-) -> Metrics:
+) -> tuple[Metrics, Seen | None]:
     """One training step, which replaces the entries of `state` and of `copies`."""
     copies = [] if copies is None else copies
     host_bytes = schedule.host_bytes + tree_bytes(copies)
     accelerator.ledger.host(host_bytes - accelerator.ledger.host_bytes)
     waiting = Waiting(accelerator, is_differentiable)
     step = Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), waiting)
+    if schedule.watched:
+        step.seen = accelerator.place("metrics", schedule.seen)
     for m, microbatch in enumerate(microbatches):
         step.waiting.put(("stack", m), "batch", accelerator.place("batch", microbatch))
     return step.run()

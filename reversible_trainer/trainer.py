@@ -18,6 +18,7 @@ from reversible_trainer.layers.base import Layer, ReversibleLayer, Stack
 from reversible_trainer.passes import Clock, Optimizer, Recipe, rate_dtype
 from reversible_trainer.planning import Headroom
 from reversible_trainer.probe import check_separable
+from reversible_trainer.reversal import Seen
 from reversible_trainer.schedule import POLICIES, Schedule, clock_signature
 from reversible_trainer.streaming import (
     Accelerator,
@@ -32,6 +33,7 @@ from reversible_trainer.streaming import (
 from reversible_trainer.sweeps import Metrics
 from reversible_trainer.tree import Array, TrainState, Tree, describe, signature
 
+_VERIFY = ("warn", "raise", "recompute")  # what to do about reversals that are not exact
 _log = logging.getLogger("reversible_trainer")
 
 
@@ -46,6 +48,20 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, message: str, state: TrainState, metrics: Metrics):
         super().__init__(message)
         self.state, self.metrics = state, metrics
+
+
+class ReversalError(ArithmeticError):
+    """Blocks were not reversed as well as asked for, and the trainer was told to raise.
+
+    Attributes:
+      state: The run after the step, which has been done.
+      metrics: Of the step.
+      blocks: Indices of the blocks whose reconstructed inputs had other bits.
+    """
+
+    def __init__(self, message: str, state: TrainState, metrics: Metrics, blocks: list[int]):
+        super().__init__(message)
+        self.state, self.metrics, self.blocks = state, metrics, blocks
 
 
 class OutOfMemoryError(MemoryError):
@@ -87,6 +103,13 @@ class Trainer:
       prefetch: Blocks that are sent ahead of the one at work.
       placement: Where arrays live; by default `Placement.shared()` on a CPU, else
         `Placement.pinned()`.
+      verify_reversal: Whether what reversible blocks reconstruct is compared with what there was.
+        Fixed-point streams: by checksums, at every block; any difference is one too many.
+        Floating-point streams: by the drift at the first block of each run of reversible
+        blocks, whose true input is kept for it. "warn" (or True) logs a warning; "raise" raises
+        `ReversalError`; "recompute" warns, and the blocks in question recompute from then on.
+        Each step is waited for.
+      drift_limit: The largest drift that is no reason to warn or raise; None: any is.
       non_finite: "skip" leaves blocks with gradients that are not finite, and those after them
         in the sweep, as they were; "raise" does so too and raises `NonFiniteError`.
       transactional: Whether a step that fails leaves the state it was given usable and
@@ -130,13 +153,15 @@ class Trainer:
         waiting: str = "auto",
         prefetch: int = 1,
         placement: Placement | None = None,
-        verify_reversal: bool = False,
+        verify_reversal: bool | str = False,
+        drift_limit: float | None = 1e-2,
         non_finite: str = "skip",
         transactional: bool = False,
     ):
         self._settings = {name: value for name, value in locals().items() if name != "self"}
-        if verify_reversal:
-            raise NotImplementedError("Trainer(verify_reversal=...): not yet; this version has only its default.")
+        checks.choice("verify_reversal", verify_reversal, (False, True, *_VERIFY))
+        if drift_limit is not None and not (isinstance(drift_limit, int | float) and drift_limit >= 0):
+            raise ValueError(f"Trainer(drift_limit={drift_limit!r}): expected a number, 0 or more, or None.")
         if microbatches != "auto":
             checks.whole("microbatches", microbatches, 1)
         elif accelerator_memory is None:
@@ -159,6 +184,8 @@ class Trainer:
         self.programs = Programs(self.placement)
         self.ledger = Ledger()
         self._recipe = Recipe(optimizer, checks.dtype(compute_dtype), clip_per_block, clip_global)
+        self._verify, self._drift_limit = "warn" if verify_reversal is True else verify_reversal, drift_limit
+        self._not_exact: frozenset[int] = frozenset()  # blocks that were not reversed exactly, and recompute
         self._microbatches, self._deferred, self._raises = microbatches, update == "deferred", non_finite == "raise"
         where = f"Trainer(accelerator_memory={accelerator_memory!r})"
         self._memory = None if accelerator_memory is None else memory_bytes(accelerator_memory, where)
@@ -226,10 +253,15 @@ class Trainer:
           many blocks were left as they were because the loss or a gradient was not finite
           or the batch had no weight, and the first of them in the sweep (-1: none); and
           `optimizer_failures`: how many roots, bases and statistics were not finite and so
-          not taken since the run began.
+          not taken since the run began. With fixed-point streams, `near_range_blocks`: how many
+          blocks left a stream within a factor of 4 of its range. With `verify_reversal`,
+          `mismatched_blocks`, how many were not reversed exactly (those below inherit the error
+          and are not counted), and `drift`, the largest
+          difference of a reconstructed floating-point stream over its largest value.
 
         Raises:
           NonFiniteError: If `non_finite="raise"` and blocks were skipped.
+          ReversalError: If `verify_reversal="raise"` and reversing was not exact.
         """
         schedule = self._training_schedule(batch)
         rate = learning_rate if isinstance(learning_rate, jax.Array) else np.asarray(learning_rate)
@@ -251,7 +283,8 @@ class Trainer:
         self._copies = self._returned = None
         work = state.copy() if transactional else state.consume()
         try:
-            metrics = sweeps.train(self._accelerator, schedule, work, copies, _cut(batch, schedule.microbatches), clock)
+            microbatches = _cut(batch, schedule.microbatches)
+            metrics, seen = sweeps.train(self._accelerator, schedule, work, copies, microbatches, clock)
             if transactional:
                 jax.block_until_ready((work.weights, work.slots, work.states, metrics))
                 state.consume()
@@ -270,6 +303,8 @@ class Trainer:
                 work,
                 metrics,
             )
+        if self._verify:
+            self._check_reversal(schedule, work, metrics, seen)
         return work, metrics
 
     @contextlib.contextmanager
@@ -418,11 +453,14 @@ class Trainer:
         on_host: bool,
     ) -> Schedule:
         settings = self.blocks, self._recipe, choose, self.programs, batch
-        return Schedule(*settings, microbatches, self._deferred, self.placement.side_by_side, on_host, state)
+        how = (microbatches, self._deferred, self.placement.side_by_side, on_host, bool(self._verify) and state is None)
+        return Schedule(*settings, *how, state)
 
     def _policy(self, index: int, layer: Layer) -> tuple[str, str]:
         """The policy of a block, and why."""
         reversible = isinstance(layer, ReversibleLayer)
+        if index in self._not_exact:
+            return "recompute", "on this device it was not reversed exactly"
         asked = self.policy(index, layer) if callable(self.policy) else self.policy
         if asked in (None, "auto"):
             if reversible:
@@ -435,6 +473,34 @@ class Trainer:
                 return "recompute", "standard: cannot be reversed"
             raise ValueError(f"{where} cannot be 'reverse': it is no ReversibleLayer. Use 'recompute' or 'keep'.")
         return asked, f"policy {asked!r} was asked for"
+
+    def _check_reversal(self, schedule: Schedule, state: TrainState, metrics: Metrics, seen: Seen | None) -> None:
+        """Warns, raises or lets blocks recompute if the step's streams did not come back as they were."""
+        if not {"mismatched_blocks", "drift"} & set(schedule.watched):
+            return
+        assert seen is not None
+        found, drift = np.flatnonzero(np.asarray(seen.mismatched)).tolist(), float(seen.drift)
+        limit = float("inf") if self._drift_limit is None else self._drift_limit
+        said = []
+        if found:
+            named = ", ".join(f"{i} {self.blocks[i].name}" for i in found)
+            said.append(f"blocks were not reversed exactly, their inputs came back with other bits: {named}.")
+        if drift > limit:
+            said.append(
+                f"floating-point streams came back with a difference of {drift:.2g} of their largest value, more than "
+                f"drift_limit = {limit:g}. Use arithmetic='fixed_point', or policy='recompute'."
+            )
+        if not said:
+            return
+        message = f"Trainer.step: in step {state.step} {' And '.join(said)}"
+        if found and self._verify == "recompute":
+            self._not_exact |= frozenset(found)
+            for cache in (self._schedules, self._fitted, self._plans, self._rooms):
+                cache.clear()
+            message += " These blocks recompute from now on."
+        if self._verify == "raise":
+            raise ReversalError(f"{message} The error's `state` is the run as it is now.", state, metrics, found)
+        _log.warning(message)
 
     def _within_memory(self, batch: Stack) -> tuple[Schedule, str]:
         """The first schedule that fits the memory, with as many blocks that keep as it allows."""

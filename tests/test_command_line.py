@@ -93,6 +93,37 @@ def test_sample_continues_the_prompt(trained, capsysbinary):
     assert main(["sample", "--checkpoint", first, "--length", "1"]) == 0
 
 
+DIGITS = """
+run.blocks = @rev_net()
+run.data = @digits()
+run.optimizer = @adam
+run.learning_rate = 1e-2
+run.steps = 2
+run.batch_size = 40
+
+rev_net.width = 2
+rev_net.depth = 0
+"""
+
+
+def test_data_without_text_train_and_evaluate_and_are_not_sampled(tmp_path, capsys):
+    config, output = tmp_path / "digits.gin", str(tmp_path / "run")
+    config.write_text(DIGITS)
+    assert main(["train", "--config", str(config), "--output", output]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 2 and 0 < result["eval_accuracy"] < 1
+    assert main(["evaluate", "--checkpoint", output]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert all(evaluated[name] == result[name] for name in ("eval_loss", "eval_accuracy"))
+    assert main(["plan", "--config", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_accelerator_bytes"] == result["planned_accelerator_bytes"]
+    profile = ["profile", "--config", str(config), "--output", str(tmp_path / "profile"), "--steps", "1"]
+    assert main(profile) == 0
+    capsys.readouterr()
+    message = "sample: the run's data, ImageData, is no text that could be continued."
+    refused(["sample", "--checkpoint", output], message, capsys)
+
+
 def test_plan_prints_the_blocks_and_trains_nothing(config, capsys):
     assert main(["plan", "--config", config, "--set", "reversible_transformer_lm.depth = 3"]) == 0
     out = capsys.readouterr().out

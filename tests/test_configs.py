@@ -11,21 +11,22 @@ from reversible_trainer import __main__ as command_line
 from reversible_trainer.trainer import Trainer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.gin"))
-SMALL = [
-    "run.batch_size = 2",
-    "run.length = 8",
-    "reversible_transformer_lm.width = 8",
-    "reversible_transformer_lm.ff_width = 16",
-    "reversible_transformer_lm.depth = 1",
-]
+SMALL = {
+    "run": {"batch_size": 2, "length": 8},
+    "reversible_transformer_lm": {"width": 8, "ff_width": 16, "depth": 1},
+    "reformer_lm": {"width": 8, "heads": 2, "ff_width": 16, "depth": 1, "max_length": 8},
+    "rev_net": {"width": 2, "depth": 1, "stages": 1},
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_takes_one_tiny_step(path):
-    loop, _ = command_line._configure(str(path), SMALL)
+    bindings = (f"{name}.{key} = {value}" for name, values in SMALL.items() for key, value in values.items())
+    given = path.read_text()
+    loop, _ = command_line._configure(str(path), [line for line in bindings if line.split(" ")[0] in given])
     settings = gin.get_bindings(loop.run)
     trainer = Trainer(settings["blocks"], settings["optimizer"])
-    batch = settings["data"].batch(0, 0, settings["batch_size"], settings["length"])
+    batch = settings["data"].batch(0, 0, settings["batch_size"], settings.get("length"))
     state = trainer.init(jax.random.key(0), batch)
     _, metrics = trainer.step(state, batch, settings["learning_rate"](0))
     assert np.isfinite(metrics["loss"]) and int(metrics["skipped_blocks"]) == 0

@@ -8,15 +8,18 @@ import optax
 import pytest
 
 from reversible_trainer import checkpoint, loop
-from reversible_trainer.data import TextData
+from reversible_trainer.data import ImageData, TextData
 from reversible_trainer.metrics import MetricsLog, Rate, plot_losses
-from reversible_trainer.models import reversible_transformer_lm
+from reversible_trainer.models import rev_net, reversible_transformer_lm
 from reversible_trainer.streaming import Placement
 from reversible_trainer.tree import TrainState
 
 TEXT = np.frombuffer(b"The quality of mercy is not strained. " * 40, np.uint8)
+LABELS = np.arange(5, dtype=np.int32)
+PICTURES = np.broadcast_to(LABELS[:, None, None, None].astype(np.float32), (5, 4, 4, 1))
+IMAGES = ImageData(PICTURES, LABELS, PICTURES, LABELS)
 KEYS = [
-    *("step", "loss", "first_loss", "eval_loss", "tokens_per_second"),
+    *("step", "loss", "first_loss", "eval_loss", "eval_accuracy", "tokens_per_second"),
     *("peak_accelerator_bytes", "planned_accelerator_bytes", "peak_host_bytes"),
 ]
 
@@ -50,7 +53,7 @@ def test_a_run_writes_its_results(whole):
     assert [record["step"] for record in lines(folder) if "eval_loss" in record] == [2, 4, 5]
     losses = [record["loss"] for record in lines(folder)]
     assert result["step"] == 5 and result["first_loss"] == losses[0] and result["loss"] == np.mean(losses)
-    assert result["eval_loss"] == lines(folder)[-1]["eval_loss"]
+    assert all(result[name] == lines(folder)[-1][name] for name in ("eval_loss", "eval_accuracy"))
     assert abs(result["first_loss"] - np.log(256)) < 1
     assert (
         0.9 * result["planned_accelerator_bytes"]
@@ -96,7 +99,7 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(whole, tmp_path, capsys
     resumed = loop.run(**settings(tmp_path))
     assert "continuing from" in capsys.readouterr().err
     assert lines(tmp_path) == lines(folder)
-    same = ("step", "loss", "first_loss", "eval_loss")
+    same = ("step", "loss", "first_loss", "eval_loss", "eval_accuracy")
     assert [resumed[name] for name in same] == [result[name] for name in same]
     sums = [checkpoint.read_manifest(path / "checkpoints" / "step_000005")["sha256"] for path in (folder, tmp_path)]
     assert sums[0] == sums[1]  # weights, slots, states and key, bit by bit
@@ -138,6 +141,10 @@ def test_the_folder_of_another_run_is_refused(whole, changes, message):
         ({"learning_rate": "fast"}, "run.learning_rate must be a number, or a schedule .* got 'fast'"),
         ({"data": "shakespeare"}, "run.data must be a data set"),
         ({"length": 5000}, "a window of length"),
+        ({"length": None}, "set run.length"),
+        ({"data": TextData(TEXT, TEXT[:0])}, "run.data has nothing held out to evaluate on"),
+        ({"data": IMAGES}, "Leave run.length out"),
+        ({"data": IMAGES, "length": None, "blocks": rev_net(2, 2, 0, 1)}, "5 classes, but the model predicts 2"),
         ({"output": "/proc/nowhere"}, "cannot write to the output folder /proc/nowhere"),
     ],
 )
@@ -217,7 +224,7 @@ def test_evaluation_is_the_mean_over_tokens_not_over_batches():
     held_out = np.arange(11, dtype=np.uint8)
     found = loop.evaluate(Counting(), None, TextData(TEXT, held_out).eval_batches(2, 4))
     assert found["eval_loss"] == pytest.approx(5.0)
-    with pytest.raises(ValueError, match="no held-out tokens"):
+    with pytest.raises(ValueError, match="nothing held out"):
         loop.evaluate(Counting(), None, [(held_out, held_out, np.zeros(11, bool))])
 
 

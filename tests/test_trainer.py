@@ -200,11 +200,6 @@ def test_optimizers_that_need_the_whole_tree_are_refused():
         Trainer(lm(1), global_clip).init(jax.random.key(0), batch())
 
 
-def test_arguments_of_later_versions_say_not_yet():
-    with pytest.raises(NotImplementedError, match="verify_reversal.*not yet"):
-        Trainer(lm(0), optax.sgd, verify_reversal=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

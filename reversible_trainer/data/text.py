@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens int32 [B, T], targets int32 [B, T], mask bool [B, T]
+from reversible_trainer.data.base import Batch, generator, needed
 
 _FIRST = ord("\n")  # what stands before the first token of the held-out part
 
@@ -37,31 +37,29 @@ class TextData:
         """Number of different tokens."""
         return 256
 
-    def batch(self, seed: int, step: int, batch_size: int, length: int) -> Batch:
-        """The batch of a step: windows at random places, a function of `seed` and `step` alone.
-
-        So a resumed run needs no reader's state, and any batch can be looked at again.
-        """
+    def batch(self, seed: int, step: int, batch_size: int, length: int | None) -> Batch:
+        """The batch of a step: windows at random places."""
+        length = needed("TextData", length)
         if length >= len(self.train):
             raise ValueError(
                 f"TextData.batch: a window of length + 1 = {length + 1} tokens does not fit into a training part "
                 f"of {len(self.train)}. Set a smaller length."
             )
-        generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
-        starts = generator.integers(len(self.train) - length, size=(batch_size, 1))
+        starts = generator(seed, step).integers(len(self.train) - length, size=(batch_size, 1))
         windows = self.train[starts + np.arange(length + 1)].astype(np.int32)
         return windows[:, :-1], windows[:, 1:], np.ones((batch_size, length), bool)
 
-    def eval_batches(self, batch_size: int, length: int) -> Iterator[Batch]:
+    def eval_batches(self, batch_size: int, length: int | None) -> Iterator[Batch]:
         """Batches in which every token of the held-out part is a target exactly once.
 
         Windows do not overlap; what fills up the last ones is masked.
         """
+        length = needed("TextData", length)
         size = batch_size * length
         count = -(-len(self.held_out) // size)
         targets = np.zeros(count * size, np.int32)
         targets[: len(self.held_out)] = self.held_out
-        tokens = np.concatenate([[_FIRST], targets[:-1]]).astype(np.int32)
+        tokens = np.concatenate([[_FIRST], targets])[:-1].astype(np.int32)
         mask = np.arange(len(targets)) < len(self.held_out)
         shape = (count, batch_size, length)
         yield from zip(tokens.reshape(shape), targets.reshape(shape), mask.reshape(shape), strict=True)
@@ -70,6 +68,6 @@ class TextData:
         """Text to tokens, int32 [T]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Tokens to text; bytes that are no UTF-8 become U+FFFD."""
         return np.asarray(tokens, np.uint8).tobytes().decode(errors="replace")

@@ -1,8 +1,10 @@
 """Layers: table of contents. The protocol is in `base`, the mathematics of each in its docstring."""
 
-from reversible_trainer.layers.attention import Attention
+from reversible_trainer.layers.attention import Attention, CrossAttention
 from reversible_trainer.layers.base import Layer, LayerError, LossLayer, ReversibleLayer
+from reversible_trainer.layers.chunks import Chunked, ChunkedLoss
 from reversible_trainer.layers.combinators import Dup, Residual, Select, Serial
+from reversible_trainer.layers.convolution import Conv, MeanPool, ReversibleSpaceToDepth
 from reversible_trainer.layers.core import Dense, Dropout, Embedding, FeedForward, Gelu, Relu
 from reversible_trainer.layers.frozen import Frozen
 from reversible_trainer.layers.initializers import (
@@ -17,9 +19,13 @@ from reversible_trainer.layers.initializers import (
     VarianceScaling,
     Zeros,
 )
+from reversible_trainer.layers.long_attention import LocalAttention, LSHAttention
 from reversible_trainer.layers.losses import CrossEntropy, LossSerial
 from reversible_trainer.layers.normalization import LayerNorm, RMSNorm
+from reversible_trainer.layers.positions import AxialPositions, LearnedPositions, SinusoidalPositions
 from reversible_trainer.layers.reversible import (
+    ConcatenateStreams,
+    FromFixedPoint,
     HalfResidual,
     ReversibleConcatenatePair,
     ReversibleReshape,
@@ -27,16 +33,24 @@ from reversible_trainer.layers.reversible import (
     ReversibleSerial,
     ReversibleSplit,
     ReversibleSwap,
+    ToFixedPoint,
 )
 
 __all__ = [
     "Attention",
+    "AxialPositions",
+    "Chunked",
+    "ChunkedLoss",
+    "ConcatenateStreams",
+    "Conv",
+    "CrossAttention",
     "CrossEntropy",
     "Dense",
     "Dropout",
     "Dup",
     "Embedding",
     "FeedForward",
+    "FromFixedPoint",
     "Frozen",
     "Gelu",
     "GlorotNormal",
@@ -47,9 +61,13 @@ __all__ = [
     "Layer",
     "LayerError",
     "LayerNorm",
+    "LearnedPositions",
     "LecunNormal",
+    "LocalAttention",
     "LossLayer",
     "LossSerial",
+    "LSHAttention",
+    "MeanPool",
     "Normal",
     "Ones",
     "Relu",
@@ -59,11 +77,14 @@ __all__ = [
     "ReversibleReshape",
     "ReversibleSelect",
     "ReversibleSerial",
+    "ReversibleSpaceToDepth",
     "ReversibleSplit",
     "ReversibleSwap",
     "RMSNorm",
     "Select",
     "Serial",
+    "SinusoidalPositions",
+    "ToFixedPoint",
     "TruncatedNormal",
     "VarianceScaling",
     "Zeros",

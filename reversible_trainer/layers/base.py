@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+from reversible_trainer.layers.fixed_point import FixedPoint, bare, carried
 from reversible_trainer.tree import Array, Tree, describe
 
 Stack = tuple[Any, ...]
@@ -234,7 +235,7 @@ def fold_key(key: Array | None, i: int) -> Array | None:
 
 def output_signature(layer: Layer, weights: Tree, state: Tree, inputs: Stack) -> Stack:
     """Shapes and dtypes of `layer`'s outputs, nothing computed; all arguments may be signatures."""
-    run = lambda w, s, x: layer.forward(w, s, x, None)[0]  # noqa: E731
+    run = lambda w, s, x: tuple(map(bare, layer.forward(w, s, x, None)[0]))  # noqa: E731
     return jax.eval_shape(run, weights, state, inputs)
 
 
@@ -243,7 +244,14 @@ def output_signature(layer: Layer, weights: Tree, state: Tree, inputs: Stack) ->
 
 def is_differentiable(x: Any) -> bool:
     """Whether a stack entry has a cotangent."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, FixedPoint) or jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def cotangent_signature(x: Any) -> jax.ShapeDtypeStruct | None:
+    """Of a stack entry's cotangent: its own, float32 for a fixed-point stream, None for integers."""
+    if not is_differentiable(x):
+        return None
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if isinstance(x, FixedPoint) else x.dtype)
 
 
 def differentiate(
@@ -253,8 +261,8 @@ def differentiate(
 
     Returns:
       `(outputs, new_state, memo, pullback)`, where `pullback(cotangents)` gives
-      `(input_cotangents, weight_grads)`. A cotangent has the dtype of its entry and is
-      None for integers; None given for an output means zero.
+      `(input_cotangents, weight_grads)`. A cotangent has the dtype of its entry, is float32
+      for a fixed-point stream and None for integers; None given for an output means zero.
     """
     outputs, new_state, new_memo, vjp = linearize(layer, weights, state, inputs, key, memo)
     return outputs, new_state, new_memo, functools.partial(pull, vjp, inputs, outputs)
@@ -263,24 +271,34 @@ def differentiate(
 def linearize(
     layer: Layer, weights: Tree, state: Tree, inputs: Stack, key: Array | None, memo: Tree = None
 ) -> tuple[Stack, Tree, Tree, Any]:
-    """`(outputs, new_state, memo, vjp)`; the last is what `jax.vjp` returns for `(weights, floating-point inputs)`."""
-    moving = tuple(is_differentiable(x) for x in inputs)
+    """`(outputs, new_state, memo, vjp)`; the last is what `jax.vjp` returns for `(weights, moving inputs)`.
 
-    def forward(weights: Tree, floats: Stack) -> tuple[Stack, tuple[Stack, Tree, Tree]]:
-        rest = iter(floats)
-        entries = tuple(next(rest) if moves else x for moves, x in zip(moving, inputs, strict=True))
+    What moves is floating-point: arrays, and the carriers of fixed-point streams.
+    """
+    inputs = tuple(carried(x) if isinstance(x, FixedPoint) else x for x in inputs)
+
+    def forward(weights: Tree, moving: Stack) -> tuple[Stack, tuple[Stack, Tree, Tree]]:
+        rest = iter(moving)
+        entries = tuple(_with_moving(x, next(rest)) if is_differentiable(x) else x for x in inputs)
         outputs, new_state, new_memo = layer.forward(weights, state, entries, key, memo)
-        return tuple(y for y in outputs if is_differentiable(y)), (outputs, new_state, new_memo)
+        return _moving(outputs), (tuple(map(bare, outputs)), new_state, new_memo)
 
-    floats = tuple(x for moves, x in zip(moving, inputs, strict=True) if moves)
-    _, vjp, (outputs, new_state, new_memo) = jax.vjp(forward, weights, floats, has_aux=True)
+    _, vjp, (outputs, new_state, new_memo) = jax.vjp(forward, weights, _moving(inputs), has_aux=True)
     return outputs, new_state, new_memo, vjp
+
+
+def _moving(stack: Stack) -> Stack:
+    return tuple(x.carrier if isinstance(x, FixedPoint) else x for x in stack if is_differentiable(x))
+
+
+def _with_moving(x: Any, moving: Array) -> Any:
+    return dataclasses.replace(x, carrier=moving) if isinstance(x, FixedPoint) else moving
 
 
 def pull(vjp: Any, inputs: Stack, outputs: Stack, cotangents: Stack) -> tuple[Stack, Tree]:
     """`(input_cotangents, weight_grads)` by the `vjp` of `linearize`; inputs and outputs may be signatures."""
-    pairs = zip(outputs, cotangents, strict=True)
-    cts = tuple(jnp.zeros(y.shape, y.dtype) if ct is None else ct for y, ct in pairs if is_differentiable(y))
+    pairs = [(cotangent_signature(y), ct) for y, ct in zip(outputs, cotangents, strict=True)]
+    cts = tuple(jnp.zeros(y.shape, y.dtype) if ct is None else ct for y, ct in pairs if y is not None)
     weight_grads, float_cts = vjp(cts)
     rest = iter(float_cts)
     return tuple(next(rest) if is_differentiable(x) else None for x in inputs), weight_grads

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from reversible_trainer.layers.base import Layer, ReversibleLayer, differentiate, output_signature, put, take
+from reversible_trainer.layers.base import Layer, ReversibleLayer, Stack, differentiate, output_signature, put, take
 from reversible_trainer.layers.combinators import Serial, check_one_output, check_same
+from reversible_trainer.layers.fixed_point import FRACTION, add, rounded, subtract, to_float
 from reversible_trainer.tree import Array
 
 
@@ -25,7 +28,8 @@ class HalfResidual(ReversibleLayer):
         deterministic given its key and memo, since it runs again during the backward sweep.
 
     Reversing is exact in real arithmetic; in floating point each layer adds about one
-    rounding error.
+    rounding error, on fixed-point streams none: f sees their numbers as float32, and what it
+    returns is rounded before it is added.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,31 +59,44 @@ class HalfResidual(ReversibleLayer):
         return 1 + self.f.n_in
 
     def init(self, key, inputs):
-        weights, state = self.f.init(key, inputs[1:])
-        (y,) = output_signature(self.f, weights, state, inputs[1:])
-        check_same(self, self.f, inputs[0], inputs[1], y)
+        x1, *rest = map(_as_float, inputs)
+        weights, state = self.f.init(key, tuple(rest))
+        (y,) = output_signature(self.f, weights, state, tuple(rest))
+        check_same(self, self.f, x1, rest[0], y)
         return {self.f.name: weights}, {self.f.name: state}
 
     def forward(self, weights, state, inputs, key, memo=None):
         x1, *rest = inputs
-        (y,), new_state, memo = self.f.forward(weights[self.f.name], state[self.f.name], tuple(rest), key, memo)
-        check_same(self, self.f, x1, rest[0], y)
-        return (x1 + y, *rest), {self.f.name: new_state}, memo
+        y, new_state, memo = self._f(weights, state, rest, key, memo)
+        check_same(self, self.f, _as_float(x1), _as_float(rest[0]), y)
+        return (add(x1, y), *rest), {self.f.name: new_state}, memo
 
     def reverse(self, weights, state, outputs, key, memo=None):
         y1, *rest = outputs
-        (y,), _, _ = self.f.forward(weights[self.f.name], state[self.f.name], tuple(rest), key, memo)
-        return (y1 - y, *rest)
+        y, _, _ = self._f(weights, state, rest, key, memo)
+        return (subtract(y1, y), *rest)
 
     def reverse_and_grad(self, weights, state, outputs, cotangents, key, memo=None):
         y1, *rest = outputs
         y1_ct, *rest_cts = cotangents
         name = self.f.name
         # One run of f serves both: its value reverses, its vjp gives the gradients.
-        (y,), _, _, pullback = differentiate(self.f, weights[name], state[name], tuple(rest), key, memo)
+        seen = tuple(map(to_float, rest))
+        (y,), _, _, pullback = differentiate(self.f, weights[name], state[name], seen, key, memo)
         f_cts, weight_grads = pullback((y1_ct,))
         rest_cts = map(_add, rest_cts, f_cts)
-        return (y1 - y, *rest), ((y1_ct, *rest_cts), {name: weight_grads})
+        return (subtract(y1, y), *rest), ((y1_ct, *rest_cts), {name: weight_grads})
+
+    def _f(self, weights, state, inputs, key, memo):
+        """f's only output, its new state and its memo."""
+        name = self.f.name
+        (y,), new_state, memo = self.f.forward(weights[name], state[name], tuple(map(to_float, inputs)), key, memo)
+        return y, new_state, memo
+
+
+def _as_float(x: Any) -> Any:
+    """Signature of what f sees of a stack entry."""
+    return jax.eval_shape(to_float, x)
 
 
 def _add(a: Array | None, b: Array | None) -> Array | None:
@@ -145,7 +162,7 @@ class ReversibleSwap(ReversibleLayer):
 
 @dataclasses.dataclass(frozen=True)
 class ReversibleConcatenatePair(ReversibleLayer):
-    """Joins two entries of one shape along the last axis: `[..., D], [..., D] -> [..., 2 D]`."""
+    """Joins two entries of one shape and kind along the last axis: `[..., D], [..., D] -> [..., 2 D]`."""
 
     @property
     def n_in(self) -> int:
@@ -155,10 +172,10 @@ class ReversibleConcatenatePair(ReversibleLayer):
         x1, x2 = inputs
         if x1.shape != x2.shape:
             raise ValueError("both must have one shape, since reversing cuts in the middle")
-        return (jnp.concatenate([x1, x2], axis=-1),), state, None
+        return (_join(x1, x2),), state, None
 
     def reverse(self, weights, state, outputs, key, memo=None):
-        return tuple(jnp.split(outputs[0], 2, axis=-1))
+        return _split(outputs[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +187,21 @@ class ReversibleSplit(ReversibleLayer):
         return 2
 
     def forward(self, weights, state, inputs, key, memo=None):
-        return tuple(jnp.split(inputs[0], 2, axis=-1)), state, None
+        return _split(inputs[0]), state, None
 
     def reverse(self, weights, state, outputs, key, memo=None):
-        return (jnp.concatenate(outputs, axis=-1),)
+        return (_join(*outputs),)
+
+
+# A fixed-point stream is a pytree of one array, or two with its carrier: both are moved alike.
+
+
+def _join(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=-1), a, b)
+
+
+def _split(x: Any) -> Stack:
+    return tuple(jax.tree.map(lambda a, i=i: jnp.split(a, 2, axis=-1)[i], x) for i in (0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +229,76 @@ class ReversibleReshape(ReversibleLayer):
         return (_reshape(outputs[0], self.shape_out, self.shape_in),)
 
 
-def _reshape(x: Array, before: tuple[int, ...], after: tuple[int, ...]) -> Array:
+def _reshape(x: Any, before: tuple[int, ...], after: tuple[int, ...]) -> Any:
     if x.shape[1:] != before:
         raise ValueError(f"expected [B, {', '.join(map(str, before))}]; got {list(x.shape)}")
-    return x.reshape(x.shape[0], *after)
+    return jax.tree.map(lambda a: a.reshape(a.shape[0], *after), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToFixedPoint(Layer):
+    """Makes fixed-point streams of the `n` top entries, which reversible blocks then reverse without any error.
+
+    Args:
+      n: How many.
+      fraction: Bits after the binary point; the other `31 - fraction` are the range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> (stream,), _, _ = ToFixedPoint(1).forward((), (), (jnp.ones(2),), None)
+      >>> stream.bits.tolist()
+      [262144, 262144]
+
+    Source: MacKay et al. 2018, section 4 (https://arxiv.org/abs/1810.10999).
+    """
+
+    n: int = 2
+    fraction: int = FRACTION
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (type(self.fraction) is int and 0 < self.fraction < 31):
+            raise ValueError(f"ToFixedPoint: fraction must be a whole number from 1 to 30; got {self.fraction!r}.")
+
+    @property
+    def n_in(self) -> int:
+        return self.n
+
+    @property
+    def n_out(self) -> int:
+        return self.n
+
+    def forward(self, weights, state, inputs, key, memo=None):
+        return tuple(rounded(x, self.fraction) for x in inputs), state, None
+
+
+ARITHMETICS = ("float32", "fixed_point")
+
+
+def streams(model: str, arithmetic: str) -> tuple[Layer, ...]:
+    """What makes two residual streams of a model's two arrays: no layer or one."""
+    if arithmetic not in ARITHMETICS:
+        known = " or ".join(map(repr, ARITHMETICS))
+        raise ValueError(f"{model}: arithmetic must be {known}; got {arithmetic!r}.")
+    return (ToFixedPoint(),) if arithmetic == "fixed_point" else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFixedPoint(Layer):
+    """Makes float32 arrays of the `n` top entries, fixed-point streams; arrays stay as they are."""
+
+    n: int = 2
+
+    @property
+    def n_in(self) -> int:
+        return self.n
+
+    @property
+    def n_out(self) -> int:
+        return self.n
+
+    def forward(self, weights, state, inputs, key, memo=None):
+        return tuple(map(to_float, inputs)), state, None
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -237,3 +331,15 @@ class ReversibleSerial(Serial, ReversibleLayer):
             )
             stack, cts = put(rest, inputs), put(rest_cts, input_cts)
         return stack, (cts, weight_grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcatenateStreams(Layer):
+    """One array of two residual streams, of either arithmetic: `[..., D], [..., D] -> [..., 2 D]`."""
+
+    @property
+    def n_in(self) -> int:
+        return 2
+
+    def forward(self, weights, state, inputs, key, memo=None):
+        return (jnp.concatenate(list(map(to_float, inputs)), axis=-1),), state, None

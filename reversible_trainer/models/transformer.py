@@ -11,6 +11,7 @@ import gin
 
 from reversible_trainer.layers import (
     Attention,
+    ConcatenateStreams,
     CrossEntropy,
     Dense,
     Dropout,
@@ -21,7 +22,6 @@ from reversible_trainer.layers import (
     Layer,
     LossSerial,
     Residual,
-    ReversibleConcatenatePair,
     ReversibleSerial,
     ReversibleSwap,
     RMSNorm,
@@ -29,6 +29,7 @@ from reversible_trainer.layers import (
 )
 from reversible_trainer.layers.attention import head_width
 from reversible_trainer.layers.core import check_rate
+from reversible_trainer.layers.reversible import streams
 from reversible_trainer.optimizers import Factory, route
 
 
@@ -91,7 +92,7 @@ def reversible_transformer_lm(
       dropout: Rate, after the embedding, attention and feed-forward.
       max_length: Longest sequence accepted; None: any. Has no other effect, as rotary
         positions need no table.
-      arithmetic: Of the residual streams: "float32".
+      arithmetic: Of the residual streams: "float32", or "fixed_point", which is reversed without any error.
 
     Returns:
       `depth` + 2 blocks, all but the first and last reversible.
@@ -99,16 +100,13 @@ def reversible_transformer_lm(
     Source: Kitaev et al. 2020, section 3 (https://arxiv.org/abs/2001.04451).
     """
     _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
-    if arithmetic == "fixed_point":
-        raise NotImplementedError('reversible_transformer_lm: arithmetic="fixed_point" is not yet available.')
-    if arithmetic != "float32":
-        raise ValueError(f'reversible_transformer_lm: arithmetic must be "float32"; got {arithmetic!r}.')
+    enter = streams("reversible_transformer_lm", arithmetic)
     attention, feed_forward = _sublayers(heads, ff_width, dropout)
     block = ReversibleSerial(HalfResidual(attention), ReversibleSwap(), HalfResidual(feed_forward), ReversibleSwap())
     return [
-        Serial(Embedding(vocab_size, width, max_length=max_length), Dropout(dropout), Dup()),
+        Serial(Embedding(vocab_size, width, max_length=max_length), Dropout(dropout), Dup(), *enter),
         *[block] * depth,
-        LossSerial(ReversibleConcatenatePair(), RMSNorm(), Dense(vocab_size, use_bias=False), CrossEntropy()),
+        LossSerial(ConcatenateStreams(), RMSNorm(), Dense(vocab_size, use_bias=False), CrossEntropy()),
     ]
 
 

@@ -14,6 +14,9 @@ from jax.extend.core import jaxprs_in_params
 from reversible_trainer.streaming.placement import Placement
 from reversible_trainer.tree import Tree
 
+# On a GPU: the same algorithm for the same operation, every time and in every program; so nothing is tuned by timing.
+_EXACT: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -75,6 +78,7 @@ class Programs:
         function: Callable[..., tuple[Any, ...]],
         arguments: tuple[Tree, ...],
         donate: Sequence[int] = (),
+        exact: bool = False,
     ) -> Program:
         """The program for `function`, compiled when it is asked for the first time.
 
@@ -87,12 +91,13 @@ class Programs:
           function: From pytrees to a tuple of `len(tags)` pytrees.
           arguments: Their signatures.
           donate: Positions in `arguments` that the caller will not use again.
+          exact: Whether other programs must find the same bits.
         """
         leaves, tree = jax.tree.flatten(arguments)
         key = (kind, variant, layer, tree, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._programs:
             name = f"{kind} {getattr(layer, 'name', layer)}"
-            self._programs[key] = self._compile(name, tuple(tags), function, arguments, donate)
+            self._programs[key] = self._compile(name, tuple(tags), function, arguments, donate, exact)
         return self._programs[key]
 
     def shapes(self, kind: str, layer: Hashable, inputs: Tree, trace: Callable[[], Any]) -> Any:
@@ -104,7 +109,13 @@ class Programs:
         return self._shapes[key]
 
     def _compile(
-        self, name: str, tags: tuple[str, ...], function: Callable, arguments: tuple[Tree, ...], donate: Sequence[int]
+        self,
+        name: str,
+        tags: tuple[str, ...],
+        function: Callable,
+        arguments: tuple[Tree, ...],
+        donate: Sequence[int],
+        exact: bool,
     ) -> Program:
         leaves, in_tree = jax.tree.flatten(arguments)
         outputs, out_tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
@@ -119,7 +130,7 @@ class Programs:
         flat.__name__ = name.replace(" ", "_")
         jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
         traced = jitted.trace(*self._placement.specify(leaves))
-        compiled = traced.lower().compile()
+        compiled = traced.lower().compile(_EXACT if exact and jax.default_backend() == "gpu" else None)
         memory: Any = compiled.memory_analysis()
         return Program(
             name=name,

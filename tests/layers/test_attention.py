@@ -1,4 +1,4 @@
-"""Attention against a hand-written one, causality, rotary positions."""
+"""Attention against a hand-written one, causality, rotary positions, padding, attention to another sequence."""
 
 import functools
 
@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from helpers import assert_trees_close, assert_trees_equal
 
-from reversible_trainer.layers import Attention
+from reversible_trainer.layers import Attention, CrossAttention
 from reversible_trainer.layers.attention import attend, rotate
+from reversible_trainer.layers.base import differentiate
 
 KEY = jax.random.key(0)
 
 
 def by_hand(q, k, v, causal):
     """In NumPy, all scores at once."""
-    T, K = q.shape[1], q.shape[3]
+    T, S, K = q.shape[1], k.shape[1], q.shape[3]
     scores = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K)
-    scores = np.where(np.tril(np.ones((T, T), bool)) | (not causal), scores, -np.inf)
+    scores = np.where(np.tril(np.ones((T, S), bool)) | (not causal), scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("bhts,bshk->bthk", p / p.sum(-1, keepdims=True), v)
 
@@ -58,9 +59,9 @@ def test_the_layer_is_its_four_kernels():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run(layer, x):
-    weights, state = layer.init(KEY, (x,))
-    return layer.forward(weights, state, (x,), None)[0][0]
+def run(layer, *inputs):
+    weights, state = layer.init(KEY, inputs)
+    return layer.forward(weights, state, inputs, None)[0][0]
 
 
 def test_a_later_position_changes_nothing_before():
@@ -87,3 +88,39 @@ def test_refuses_heads_that_do_not_fit():
     for heads, match in ((3, "heads must divide the width; got heads=3, width=8"), (8, "must be even; got width=8 /")):
         with pytest.raises(ValueError, match=match):
             run(Attention(heads), jnp.ones((1, 2, 8)))
+
+
+MASK = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]], np.int32)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "xla"])
+def test_cross_attention_sees_what_the_mask_shows(implementation):
+    layer = CrossAttention(2, implementation)
+    x, encoded = jax.random.normal(KEY, (3, 4, 8)), jax.random.normal(KEY, (3, 5, 6))
+
+    @jax.jit
+    def run(x, encoded):
+        weights, _ = layer.init(KEY, (x, encoded, MASK))
+        (y,), _, _, pullback = differentiate(layer, weights, (), (x, encoded, MASK), None)
+        return weights, y, pullback((jnp.ones_like(y),))
+
+    weights, y, ((x_ct, encoded_ct, mask_ct), weight_grads) = run(x, encoded)
+    kernels = {name: np.asarray(weights[name]["kernel"]) for name in weights}
+    for i, seen in enumerate(map(np.flatnonzero, MASK[:2])):
+        q = (np.asarray(x[i]) @ kernels["query"]).reshape(1, 4, 2, 4)
+        k, v = ((np.asarray(encoded[i])[seen] @ kernels[name]).reshape(1, -1, 2, 4) for name in ("key", "value"))
+        expected = by_hand(q, k, v, False).reshape(4, 8) @ kernels["output"]
+        assert_trees_close(y[i], jnp.array(expected), factor=10)
+    assert mask_ct is None and x_ct.shape == x.shape
+    assert not jnp.any(encoded_ct[:2][MASK[:2] == 0])
+    # The last row sees nothing at all.
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((y, x_ct, encoded_ct, weight_grads)))
+
+
+def test_masked_attention_is_attention_without_the_padding():
+    layer = Attention(2, causal=False, masked=True)
+    x = jax.random.normal(KEY, (1, 5, 8))
+    assert layer.n_in == 2
+    short = run(Attention(2, causal=False), x[:, :3])
+    assert_trees_close(run(layer, x, MASK[:1].astype(bool))[:, :3], short, factor=10)
+    assert bool(jnp.isfinite(run(layer, x, MASK[2:].astype(bool))).all())

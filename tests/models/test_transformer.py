@@ -95,8 +95,16 @@ def test_arguments_that_make_no_model_are_refused(model, arguments, match):
 
 
 def test_arithmetic():
-    with pytest.raises(NotImplementedError, match="not yet available"):
-        reversible_transformer_lm(arithmetic="fixed_point")
+    """Both start from the same weights in the same places."""
+    found = {}
+    for arithmetic in ("float32", "fixed_point"):
+        blocks = tuple(reversible_transformer_lm(**SMALL, arithmetic=arithmetic))
+        weights, sums, _ = run(blocks, batch_of(jnp.arange(12).reshape(2, 6)))
+        found[arithmetic] = jax.tree_util.tree_leaves_with_path(weights), sums[0]
+    (floats, loss), (fixed, fixed_loss) = found.values()
+    assert [path for path, _ in floats] == [path for path, _ in fixed]
+    assert_trees_equal([x for _, x in floats], [x for _, x in fixed])
+    assert float(loss) == pytest.approx(float(fixed_loss), rel=1e-4)
     with pytest.raises(ValueError, match="arithmetic must be"):
         reversible_transformer_lm(arithmetic="int8")
 
