@@ -1,9 +1,9 @@
 """Records small Reformers of Hugging Face's `transformers`, for the tests of `interop/hugging_face.py`.
 
-    python scripts/record_hugging_face_reformer.py [--folder tests/interop/hugging_face_reformer]
+    python scripts/record_hugging_face_reformer.py [--folder tests/interop/hugging_face_reformer] [--json]
 
 Needs torch and a `transformers` that still has the Reformer, which the project itself does not: install them into an
-environment of their own. Recorded with torch 2.13.0 (CPU) and transformers 4.57.6.
+environment of their own (`--help` does without). Recorded with torch 2.13.0 (CPU) and transformers 4.57.6.
 
 Every model has a folder: `config.json` and the weights as `save_pretrained` writes them, and `recorded.npz` with
 
@@ -16,11 +16,9 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 SMALL = {
     "vocab_size": 19,
@@ -62,10 +60,10 @@ MODELS: dict[str, tuple[dict, dict | str]] = {
             "hash_seed": 5,
             "hidden_act": "gelu_new",
         },
-        {},
+        {"safe_serialization": False},
     ),
     "automatic": ({"attn_layers": ["lsh"], "num_buckets": None, "num_hashes": 1, "lsh_attn_chunk_length": 4}, {}),
-    "narrow_heads": ({"attn_layers": ["local", "lsh"], "attention_head_size": 4}, {"safe_serialization": False}),
+    "narrow_heads": ({"attn_layers": ["local", "lsh"], "attention_head_size": 4}, {}),
     "one_chunk": (
         {"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 32, "lsh_attn_chunk_length": 32},
         "as in 2020",
@@ -73,8 +71,11 @@ MODELS: dict[str, tuple[dict, dict | str]] = {
 }
 
 
-def make(settings: dict) -> transformers.ReformerModelWithLMHead:
+def make(settings: dict) -> Any:
     """A model of which no weight is zero or one, so that each has its part in the logits."""
+    import torch
+    import transformers
+
     model = transformers.ReformerModelWithLMHead(transformers.ReformerConfig(**{**SMALL, **settings})).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -84,8 +85,11 @@ def make(settings: dict) -> transformers.ReformerModelWithLMHead:
     return model
 
 
-def run(model: transformers.ReformerModelWithLMHead, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+def run(model: Any, tokens: Any) -> dict[str, np.ndarray]:
     """Logits, and the directions that every LSH layer drew for them."""
+    import torch
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
     directions, original, randn = {}, LSHSelfAttention._hash_vectors, torch.randn
 
     def hash_vectors(self, *args, **kwargs):
@@ -109,8 +113,10 @@ def run(model: transformers.ReformerModelWithLMHead, tokens: torch.Tensor) -> di
     return {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy(), **directions}
 
 
-def save(model: transformers.ReformerModelWithLMHead, folder: Path, saving: dict | str) -> None:
+def save(model: Any, folder: Path, saving: dict | str) -> None:
     """Writes `config.json` and the weights."""
+    import torch
+
     if saving == "as in 2020":  # the Reformers on the Hub are of then: no zip archive yet, and masks among the weights
         model.config.save_pretrained(folder)
         tensors = {**model.state_dict(), **dict(model.named_buffers())}
@@ -123,17 +129,26 @@ def save(model: transformers.ReformerModelWithLMHead, folder: Path, saving: dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("tests/interop/hugging_face_reformer"))
-    folder = parser.parse_args().folder
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    arguments = parser.parse_args()
+    import torch
+
     torch.set_num_threads(1)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(arguments.folder, ignore_errors=True)
+    rows = []
     for seed, (name, (settings, saving)) in enumerate(MODELS.items()):
+        folder = arguments.folder / name
         torch.manual_seed(seed)
         model = make(settings)
-        save(model, folder / name, saving)  # before it runs, which sets `num_buckets`
+        save(model, folder, saving)  # before it runs, which sets `num_buckets`
         recorded = run(model, torch.randint(SMALL["vocab_size"], (2, 32)))
-        np.savez(folder / name / "recorded.npz", **recorded)
+        np.savez(folder / "recorded.npz", **recorded)
         shapes = {key: value.shape for key, value in recorded.items()}
-        print(json.dumps({"model": name, "largest logit": float(abs(recorded["logits"]).max()), **shapes}))
+        rows.append({"model": name, "largest_logit": float(abs(recorded["logits"]).max()), **shapes})
+    if arguments.json:
+        print(json.dumps(rows))
+    else:
+        print(*rows, sep="\n")
 
 
 if __name__ == "__main__":

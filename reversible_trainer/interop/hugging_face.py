@@ -177,10 +177,12 @@ def _blocks(settings: _Settings, directions: Mapping[int, np.ndarray]) -> list[L
 
 def _attention(settings: _Settings, kind: str, given: bool) -> Layer:
     """Attention of one layer; `given` says whether its directions are."""
-    heads, before = settings["num_attention_heads"], settings[f"{kind}_num_chunks_before"]
+    heads, width, before = (
+        settings[name] for name in ("num_attention_heads", "attention_head_size", f"{kind}_num_chunks_before")
+    )
     length, rate = settings[f"{kind}_attn_chunk_length"], settings[f"{kind}_attention_probs_dropout_prob"]
     if kind == "local":
-        return LocalAttention(heads, length, before, dropout=rate)
+        return LocalAttention(heads, length, before, dropout=rate, head_width=width)
     buckets, seed = settings["num_buckets"], settings["hash_seed"]
     if buckets is None and seed is not None and not given:
         raise ValueError(
@@ -189,7 +191,14 @@ def _attention(settings: _Settings, kind: str, given: bool) -> Layer:
         )
     buckets, fixed = tuple(buckets) if isinstance(buckets, list) else buckets, given or seed is not None
     return LSHAttention(
-        heads, length, before, hashes=settings["num_hashes"], buckets=buckets, fixed=fixed, dropout=rate
+        heads,
+        length,
+        before,
+        hashes=settings["num_hashes"],
+        buckets=buckets,
+        fixed=fixed,
+        dropout=rate,
+        head_width=width,
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from reversible_trainer.layers.base import Layer, ReversibleLayer
 from reversible_trainer.layers.initializers import HeNormal, Initializer, Zeros
+from reversible_trainer.tree import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +92,25 @@ class ReversibleSpaceToDepth(ReversibleLayer):
         B, H, W, C = x.shape
         if H % n or W % n:
             raise ValueError(f"block = {n} must divide height and width; got {H} x {W} pixels. Pad the images.")
-        tiles = x.reshape(B, H // n, n, W // n, n, C).swapaxes(2, 3)
-        return (tiles.reshape(B, H // n, W // n, n * n * C),), state, None
+
+        def move(a: Array) -> Array:
+            tiles = a.reshape(B, H // n, n, W // n, n, C).swapaxes(2, 3)
+            return tiles.reshape(B, H // n, W // n, n * n * C)
+
+        return (jax.tree.map(move, x),), state, None  # a fixed-point stream is a tree
 
     def reverse(self, weights, state, outputs, key, memo=None):
         y, n = outputs[0], self.block
         B, H, W, C = y.shape
-        tiles = y.reshape(B, H, W, n, n, C // n**2).swapaxes(2, 3)
-        return (tiles.reshape(B, H * n, W * n, C // n**2),)
+
+        def move(a: Array) -> Array:
+            tiles = a.reshape(B, H, W, n, n, C // n**2).swapaxes(2, 3)
+            return tiles.reshape(B, H * n, W * n, C // n**2)
+
+        return (jax.tree.map(move, y),)
 
 
 def _image(x):
-    if x.ndim != 4:
+    if len(x.shape) != 4:
         raise ValueError(f"expected images [B, H, W, C]; got {list(x.shape)}")
     return x

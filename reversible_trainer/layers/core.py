@@ -27,7 +27,10 @@ def at_least_float32(dtype: Any) -> Any:
 
 def linear(weights: Tree, x: Array) -> Array:
     """`x @ kernel + bias` (the bias if there is one), in the dtype of the weights."""
-    y = x.astype(weights["kernel"].dtype) @ weights["kernel"]
+    kernel = weights["kernel"]
+    # Of a matrix, XLA's CPU compiler makes the kernel's gradient without transposing the cotangent first.
+    rows = x.astype(kernel.dtype).reshape(-1, x.shape[-1])
+    y = (rows @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
     return y + weights["bias"] if "bias" in weights else y
 
 

@@ -33,7 +33,7 @@ class LocalAttention(Layer):
     there is nothing before the first chunk and nothing after the last.
 
     Args:
-      heads: H; must divide D. With `rotary`, D / H must be even.
+      heads: H; must divide D, unless `head_width` is given. With `rotary`, K must be even.
       chunk_length: Positions of a chunk; must divide T, unless T is shorter: then a
         position sees the whole sequence.
       chunks_before: How many chunks before its own a position sees.
@@ -41,7 +41,8 @@ class LocalAttention(Layer):
       causal: Whether a position sees only itself and earlier ones.
       rotary: Whether queries and keys carry rotary positions.
       dropout: Rate at which probabilities of attention are dropped.
-      kernel_init: For the four kernels, `[D, D]` each, `query`, `key`, `value`, `output`.
+      kernel_init: For the four kernels, `query`, `key`, `value`, `[D, H K]` each, and `output`, `[H K, D]`.
+      head_width: K; None: D / H.
 
     Source: Kitaev et al. 2020 (https://arxiv.org/abs/2001.04451), whose models mix such layers
     with those of hashed attention.
@@ -55,6 +56,7 @@ class LocalAttention(Layer):
     rotary: bool = False
     dropout: float = 0.0
     kernel_init: Initializer = LecunNormal()
+    head_width: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,14 +64,14 @@ class LocalAttention(Layer):
 
     def init(self, key, inputs):
         _, T, D = inputs[0].shape
-        head_width(D, self.heads, self.rotary)
+        K = _head_width(self, D, self.rotary)
         _cut(self, T)
-        return _kernels(self, key, D, "query", "key", "value", "output"), ()
+        return _kernels(self, key, D, K, "query", "key", "value", "output"), ()
 
     def forward(self, weights, state, inputs, key, memo=None):
         (x_BTD,) = inputs
         T, D = x_BTD.shape[1:]
-        head_width(D, self.heads, self.rotary)
+        _head_width(self, D, self.rotary)
         n, C = _cut(self, T)
         q, k, v = (_project(weights[name], x_BTD, self.heads) for name in ("query", "key", "value"))
         if self.rotary:
@@ -100,7 +102,7 @@ class LSHAttention(Layer):
     sees itself only if it sees nothing else.
 
     Args:
-      heads: H; must divide D.
+      heads: H; must divide D, unless `head_width` is given.
       chunk_length: Positions of a chunk; must divide T, unless T is shorter: then a position
         sees the whole sequence and nothing is hashed.
       chunks_before: How many chunks before its own a position sees.
@@ -114,7 +116,8 @@ class LSHAttention(Layer):
         Otherwise each pass draws them from its key, and a pass without a key takes the same
         ones each time.
       dropout: Rate at which probabilities of attention are dropped.
-      kernel_init: For the three kernels, `[D, D]` each, `query_key`, `value`, `output`.
+      kernel_init: For the three kernels, `query_key` and `value`, `[D, H K]` each, and `output`, `[H K, D]`.
+      head_width: K; None: D / H.
 
     The memo is the bucket of every position in every round, int32 `[B, H, hashes * T]` (None
     if nothing was hashed): a pass that is given it sees the same neighbours, though its inputs
@@ -136,6 +139,7 @@ class LSHAttention(Layer):
     fixed: bool = False
     dropout: float = 0.0
     kernel_init: Initializer = LecunNormal()
+    head_width: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,18 +153,18 @@ class LSHAttention(Layer):
 
     def init(self, key, inputs):
         _, T, D = inputs[0].shape
-        head_width(D, self.heads, rotary=False)
+        K = _head_width(self, D)
         _cut(self, T)
-        weights = _kernels(self, key, D, "query_key", "value", "output")
+        weights = _kernels(self, key, D, K, "query_key", "value", "output")
         if not self.fixed:
             return weights, ()
         dtype = at_least_float32(inputs[0].dtype)
-        return weights, {"directions": self._draw(jax.random.fold_in(key, 3), T, D // self.heads, dtype)}
+        return weights, {"directions": self._draw(jax.random.fold_in(key, 3), T, K, dtype)}
 
     def forward(self, weights, state, inputs, key, memo=None):
         (x_BTD,) = inputs
         B, T, D = x_BTD.shape
-        head_width(D, self.heads, rotary=False)
+        _head_width(self, D)
         n, C = _cut(self, T)
         qk, v = (_project(weights[name], x_BTD, self.heads) for name in ("query_key", "value"))
         dropout_key = fold_key(key, 1) if self.dropout else None
@@ -191,7 +195,7 @@ class LSHAttention(Layer):
             if R == 1:
                 return y[0]
             log_sum = jax.vmap(_permute)(log_sum.reshape(R, T), undo_RT, order_RT)
-            share = jax.nn.softmax(log_sum, axis=0)[..., None]
+            share = jnp.exp(log_sum - jax.nn.logsumexp(log_sum, axis=0))[..., None]  # no softmax: see `_attend`
             return jnp.sum(y.astype(share.dtype) * share, axis=0).astype(y.dtype)
 
         y = _each_head(head, (qk, v, order, undo), dropout_key, R * T * len(near) * C)
@@ -295,8 +299,11 @@ def _attend(
     p = jnp.exp(scores - most)
     total = jnp.sum(p, axis=-1, keepdims=True)
     p = dropout(p, rate, key).astype(v_NWK.dtype)
-    y = jnp.einsum("NCW,NWK->NCK", p, v_NWK, preferred_element_type=total.dtype) / total
-    return y.astype(v_NWK.dtype), (most + jnp.log(total))[..., 0]
+    log_sum = most + jnp.log(total)
+    # Not `/ total`: where a position sees only itself, `log_sum` has few digits (1 / 128 at 1e5), and `transformers`,
+    # whose logits these are to be in float32, divides by what is left of the sum.
+    y = jnp.einsum("NCW,NWK->NCK", p, v_NWK, preferred_element_type=total.dtype) * jnp.exp(most - log_sum)
+    return y.astype(v_NWK.dtype), log_sum[..., 0]
 
 
 def _each_head(f: Callable[..., Array], xs: tuple[Array, ...], key: Array | None, scores: int) -> Array:
@@ -348,21 +355,26 @@ def _as_keys(x: Array, epsilon: float = 1e-6) -> Array:
 
 def _project(weights: Tree, x_BTD: Array, heads: int) -> Array:
     """`linear`, cut into heads: BHTK."""
-    B, T, D = x_BTD.shape
-    # From a matrix, XLA's CPU compiler makes the weights' gradient without turning a [T, D] array round.
-    y = linear(weights, x_BTD.reshape(B * T, D))
-    return y.reshape(B, T, heads, D // heads).swapaxes(1, 2)
+    B, T, _ = x_BTD.shape
+    return linear(weights, x_BTD).reshape(B, T, heads, -1).swapaxes(1, 2)
 
 
 def _join(weights: Tree, y_BHTK: Array, x_BTD: Array) -> Array:
     """`linear` of the heads side by side, in the shape and dtype of x."""
-    y = y_BHTK.swapaxes(1, 2).reshape(-1, x_BTD.shape[-1])
-    return linear(weights, y).reshape(x_BTD.shape).astype(x_BTD.dtype)
+    y = y_BHTK.swapaxes(1, 2).reshape(*x_BTD.shape[:2], -1)
+    return linear(weights, y).astype(x_BTD.dtype)
 
 
-def _kernels(layer: Any, key: Array, D: int, *names: str) -> Tree:
+def _head_width(layer: Any, D: int, rotary: bool = False) -> int:
+    K = layer.head_width
+    return head_width(D if K is None else K * layer.heads, layer.heads, rotary)
+
+
+def _kernels(layer: Any, key: Array, D: int, K: int, *names: str) -> Tree:
     keys = jax.random.split(key, len(names))
-    return {name: {"kernel": layer.kernel_init(k, (D, D))} for name, k in zip(names, keys, strict=True)}
+    shape = D, layer.heads * K
+    shapes = (shape[::-1] if name == "output" else shape for name in names)
+    return {n: {"kernel": layer.kernel_init(k, s)} for n, k, s in zip(names, keys, shapes, strict=True)}
 
 
 def _cut(layer: Any, T: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gin
 
 from reversible_trainer.layers import (
+    ConcatenateStreams,
     Conv,
     CrossEntropy,
     Dense,
@@ -15,7 +16,6 @@ from reversible_trainer.layers import (
     LossSerial,
     MeanPool,
     Relu,
-    ReversibleConcatenatePair,
     ReversibleSerial,
     ReversibleSpaceToDepth,
     ReversibleSplit,
@@ -23,6 +23,7 @@ from reversible_trainer.layers import (
     Serial,
 )
 from reversible_trainer.layers.core import check_rate
+from reversible_trainer.layers.reversible import streams
 
 
 @gin.configurable
@@ -49,7 +50,7 @@ def rev_net(
       depth: Blocks per stage.
       stages: Number of stages; height and width must be divisible by `2 ** (stages - 1)`.
       dropout: Rate, after each second convolution and before the head's matrix.
-      arithmetic: Of the residual streams: "float32".
+      arithmetic: Of the residual streams: "float32", or "fixed_point", which is reversed without any error.
 
     Returns:
       `stages * (depth + 1) + 1` blocks.
@@ -62,18 +63,15 @@ def rev_net(
         if type(size) is not int or size < least:
             raise ValueError(f"rev_net: {name} must be a whole number, at least {least}; got {size!r}.")
     check_rate("rev_net", dropout)
-    if arithmetic == "fixed_point":
-        raise NotImplementedError('rev_net: arithmetic="fixed_point" is not yet available.')
-    if arithmetic != "float32":
-        raise ValueError(f'rev_net: arithmetic must be "float32"; got {arithmetic!r}.')
+    enter = streams("rev_net", arithmetic)
     down = ReversibleSerial(*(ReversibleSpaceToDepth(2), ReversibleSwap()) * 2)
-    blocks: list[Layer] = [Serial(Conv(2 * width), ReversibleSplit())]
+    blocks: list[Layer] = [Serial(Conv(2 * width), ReversibleSplit(), *enter)]
     for stage in range(stages):
         blocks += [down] * (stage > 0)
         half = HalfResidual(_residual(width * 2**stage, width * 4**stage, dropout))
         blocks += [ReversibleSerial(*(half, ReversibleSwap()) * 2)] * depth
     head = LayerNorm(), Relu(), MeanPool(), Dropout(dropout), Dense(classes), CrossEntropy()
-    return [*blocks, LossSerial(ReversibleConcatenatePair(), *head)]
+    return [*blocks, LossSerial(ConcatenateStreams(), *head)]
 
 
 def _residual(between: int, width: int, dropout: float) -> Layer:
