@@ -108,7 +108,9 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
     from reversible_trainer.tree import TrainState
 
     width, depth = SIZES[size]["width"], SIZES[size]["depth"]
-    blocks = reversible_transformer_lm(VOCAB, width=width, depth=depth, heads=width // 64, ff_width=4 * width)
+    blocks = reversible_transformer_lm(
+        VOCAB, width=width, depth=depth, heads=width // 64, ff_width=4 * width, arithmetic="float32"
+    )
     first, block, loss = blocks[0], blocks[1], blocks[-1]
     generator = np.random.default_rng(0)
     tokens, targets = generator.integers(0, VOCAB, (2, BATCH, length)).astype(np.int32)

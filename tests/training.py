@@ -29,7 +29,7 @@ SIZES = dict(vocab_size=11, width=8, heads=2, ff_width=16)
 
 
 def lm(depth, dropout=0.1):
-    return reversible_transformer_lm(**SIZES, depth=depth, dropout=dropout)
+    return reversible_transformer_lm(**SIZES, depth=depth, dropout=dropout, arithmetic="float32")
 
 
 def standard_lm(depth, dropout=0.1):

@@ -58,7 +58,7 @@ def reformer_lm(
     ff_width: int = 512,
     dropout: float = 0.0,
     max_length: int | None = 4096,
-    arithmetic: str = "float32",
+    arithmetic: str = "fixed_point",
     attention: Sequence[str] = ("local", "lsh"),
     local_chunk_length: int = 64,
     lsh_chunk_length: int = 64,
@@ -87,7 +87,7 @@ def reformer_lm(
       ff_width: Of the feed-forward layers, between their two matrices.
       dropout: Rate, after the embedding, attention and feed-forward.
       max_length: Longest sequence accepted. None: any, for positions without a table.
-      arithmetic: Of the residual streams: "float32", or "fixed_point", which is reversed without any error.
+      arithmetic: Of the residual streams: "fixed_point", which is reversed without any error, or "float32".
       attention: Kinds of attention, "full", "local" or "lsh", which the blocks have in turn.
       local_chunk_length: Positions in a chunk of local attention, which must divide T unless
         it is longer.
@@ -134,7 +134,7 @@ def reformer(
     ff_width: int = 512,
     dropout: float = 0.0,
     max_length: int | None = 4096,
-    arithmetic: str = "float32",
+    arithmetic: str = "fixed_point",
     source_vocab_size: int | None = None,
     encoder_depth: int | None = None,
     attention: Sequence[str] = ("full",),

@@ -33,7 +33,7 @@ def rev_net(
     depth: int = 2,
     stages: int = 2,
     dropout: float = 0.0,
-    arithmetic: str = "float32",
+    arithmetic: str = "fixed_point",
 ) -> list[Layer]:
     """A reversible residual network: the stack is `(images [B, H, W, C], labels [B], mask [B])`.
 
@@ -50,7 +50,7 @@ def rev_net(
       depth: Blocks per stage.
       stages: Number of stages; height and width must be divisible by `2 ** (stages - 1)`.
       dropout: Rate, after each second convolution and before the head's matrix.
-      arithmetic: Of the residual streams: "float32", or "fixed_point", which is reversed without any error.
+      arithmetic: Of the residual streams: "fixed_point", which is reversed without any error, or "float32".
 
     Returns:
       `stages * (depth + 1) + 1` blocks.

@@ -76,7 +76,7 @@ def reversible_transformer_lm(
     ff_width: int = 512,
     dropout: float = 0.0,
     max_length: int | None = None,
-    arithmetic: str = "float32",
+    arithmetic: str = "fixed_point",
 ) -> list[Layer]:
     """A decoder-only transformer of reversible blocks.
 
@@ -92,7 +92,7 @@ def reversible_transformer_lm(
       dropout: Rate, after the embedding, attention and feed-forward.
       max_length: Longest sequence accepted; None: any. Has no other effect, as rotary
         positions need no table.
-      arithmetic: Of the residual streams: "float32", or "fixed_point", which is reversed without any error.
+      arithmetic: Of the residual streams: "fixed_point", which is reversed without any error, or "float32".
 
     Returns:
       `depth` + 2 blocks, all but the first and last reversible.
