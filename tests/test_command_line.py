@@ -151,7 +151,7 @@ def test_plan_prints_the_blocks_and_trains_nothing(config, capsys):
         ("run.optimizer = @adam()", "name an optimizer without parentheses"),
         ("reversible_transformer_lm.heads = 3", "reversible_transformer_lm: "),
         ("shakespeare.held_out = ['MACDUFF']", "no work is called 'MACDUFF'"),
-        ("Trainer.verify_reversal = True", "Trainer(verify_reversal=...): not yet"),
+        ("Trainer.verify_reversal = 3", "Trainer(verify_reversal=3): expected one of False, True, 'warn'"),
         ("Trainer.clip_global = 1.0", "Set update='deferred'"),
         (
             "run.optimizer = @route()\nroute.rules = {'*/kernl': @muon}\nroute.default = @adam",

@@ -14,7 +14,7 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.gin"))
 SMALL = {
     "run": {"batch_size": 2, "length": 8},
     "reversible_transformer_lm": {"width": 8, "ff_width": 16, "depth": 1},
-    "reformer_lm": {"width": 8, "heads": 2, "ff_width": 16, "depth": 1, "max_length": 8},
+    "reformer_lm": {"width": 8, "heads": 2, "ff_width": 16, "depth": 1, "max_length": 8, "axial_widths": None},
     "rev_net": {"width": 2, "depth": 1, "stages": 1},
 }
 

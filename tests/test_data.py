@@ -163,6 +163,17 @@ def test_a_copy_is_weighed_and_nothing_else():
         assert np.array_equal(tokens, batch[0]) == same
 
 
+def test_what_is_to_be_copied_grows():
+    data = copy_task(symbols=5, grows_for=100)
+    counts = []
+    for step in (0, 50, 100, 200):
+        tokens, targets, mask = data.batch(0, step, 2, 256)
+        counts.append(int(mask[0].sum()))
+        np.testing.assert_array_equal(tokens[:, :128], tokens[:, 128:])
+        assert (targets[mask] > 0).all() and (tokens > 0).sum() == 2 * mask.sum()
+    assert counts == [16, 71, 127, 127] and next(data.eval_batches(2, 256))[2][0].sum() == 127
+
+
 @pytest.mark.parametrize("batch_size", [2, 5, 8])
 def test_evaluation_of_copies_has_sequences_of_its_own(batch_size):
     data = copy_task(symbols=50, eval_sequences=5)
@@ -182,6 +193,6 @@ def test_lengths_that_make_no_sense_are_refused(small, images):
     for length in (7, 2):
         with pytest.raises(ValueError, match=f"an even number of tokens, at least 4; got run.length = {length}"):
             copy_task().batch(0, 0, 1, length)
-    for wrong in ({"symbols": 0}, {"eval_sequences": 1.5}):
-        with pytest.raises(ValueError, match="copy_task: .* must be a whole number, at least 1"):
+    for wrong in ({"symbols": 0}, {"eval_sequences": 1.5}, {"grows_for": -1}):
+        with pytest.raises(ValueError, match="copy_task: .* must be a whole number"):
             copy_task(**wrong)
