@@ -4,9 +4,15 @@ import contextlib
 
 import jax
 import numpy as np
+import pytest
 
 # (rtol, atol). Any other number in a test says why.
 TOLERANCES = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-6), "bfloat16": (2e-2, 2e-2)}
+
+
+def slow(*case):
+    """A case for `make test-all`: another like it is always tested."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def assert_trees_close(actual, expected, factor=1.0):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import compilations
+from helpers import compilations, slow
 from training import SHAMPOO, batch, lm, standard_lm
 
 from reversible_trainer.layers import CrossEntropy, Dense, Dropout, Embedding, LossSerial, Serial
@@ -51,8 +51,9 @@ def test_peak_and_programs_do_not_grow_with_depth_and_are_planned(placement, opt
     assert len(set(programs)) == 1
 
 
-@pytest.mark.parametrize("model", [lm, standard_lm])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("prefetch", "model"), [(0, lm), (1, standard_lm), (2, lm), slow(0, standard_lm), slow(1, lm), slow(2, standard_lm)]
+)
 def test_the_ledger_agrees_with_jax_at_every_event(model, prefetch):
     trainer = Trainer(model(16), optax.adam, placement=Placement.pinned(), prefetch=prefetch)
     events = []

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from helpers import assert_trees_close, assert_trees_equal
+from helpers import assert_trees_close, assert_trees_equal, slow
 from training import OPTIMIZERS, SIZES, batch, recorded_gradients, standard_lm
 from training import small_lm as lm
 
@@ -48,7 +48,7 @@ EXACT = {name: OPTIMIZERS[name] for name in ("sgd", "adam", "adafactor")}
 MATRIX = {"shampoo": OPTIMIZERS["shampoo"], "muon": MUON, "soap": SOAP}
 
 
-@pytest.mark.parametrize("name", [*EXACT, *MATRIX])
+@pytest.mark.parametrize("name", [slow(n) if n == "adafactor" else n for n in (*EXACT, *MATRIX)])
 def test_microbatches_give_the_same_step(name, x64):
     optimizer, initial = (EXACT | MATRIX)[name], run(lm(1, 0.0), optax.sgd, steps=0)[0][0]
     (weights, slots), metrics = run(lm(1, 0.0), optimizer)
@@ -108,7 +108,7 @@ def test_clipping_per_block_clips_the_mean_gradient_of_each(options):
 
 
 @pytest.mark.parametrize(
-    ("model", "options"), [(lm, {"microbatches": 2}), (lm, {"update": "deferred"}), (standard_lm, {})]
+    ("model", "options"), [slow(lm, {"microbatches": 2}), (lm, {"update": "deferred"}), (standard_lm, {})]
 )
 def test_keeping_gives_the_same_step(model, options, x64):
     (weights, slots), metrics = run(model(1), optax.adam, **options)
@@ -117,7 +117,7 @@ def test_keeping_gives_the_same_step(model, options, x64):
     assert_trees_close(kept_metrics, metrics)
 
 
-@pytest.mark.parametrize("placement", [Placement.pinned, Placement.shared])
+@pytest.mark.parametrize("placement", [slow(Placement.pinned), Placement.shared])
 def test_updates_beside_the_next_backward_pass_give_the_same_step(placement, monkeypatch, x64):
     """What large blocks do on a CPU."""
     together, metrics = run(lm(2), optax.adam, steps=3, placement=placement())

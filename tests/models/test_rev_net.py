@@ -88,12 +88,9 @@ def test_arguments_that_make_no_model_are_refused(arguments, match):
 
 
 def test_fixed_point_streams_are_reversed_exactly():
-    losses = []
-    for arithmetic in ("float32", "fixed_point"):
-        trainer = Trainer(rev_net(**SMALL, dropout=0.1, arithmetic=arithmetic), optax.sgd, verify_reversal="raise")
-        state, metrics = trainer.step(trainer.init(jax.random.key(0), batch()), batch(), 0.1)
-        losses.append(float(metrics["loss"]))
-    assert metrics["mismatched_blocks"] == 0 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    trainer = Trainer(rev_net(**SMALL, dropout=0.1), optax.sgd, verify_reversal="raise")
+    _, metrics = trainer.step(trainer.init(jax.random.key(0), batch()), batch(), 0.1)
+    assert metrics["mismatched_blocks"] == 0 and metrics["near_range_blocks"] == 0
 
 
 def test_gin_sets_arguments():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_equal
+from helpers import assert_trees_equal, slow
 from training import batch, recorded_gradients, small_lm
 
 from reversible_trainer import checkpoint
@@ -25,7 +25,7 @@ def train(placement, steps=3, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefetch": 0}, {"update": "deferred"}, {"compute_dtype": "bfloat16"}, {"transactional": True}],
+    [{}, slow({"prefetch": 0}), {"update": "deferred"}, slow({"compute_dtype": "bfloat16"}), {"transactional": True}],
 )
 def test_the_disk_gives_the_same_bits(options, tmp_path):
     trainer, state, metrics = train(Placement.disk(str(tmp_path)), **options)
