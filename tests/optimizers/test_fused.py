@@ -94,7 +94,7 @@ def some(families):
 
 
 @pytest.mark.parametrize(
-    "family", some(FAMILIES), ids=lambda family: "-".join(variant for _, variant, _ in FAMILIES[family][2])
+    "family", list(some(FAMILIES)), ids=lambda family: "-".join(variant for _, variant, _ in FAMILIES[family][2])
 )
 def test_golden_fused(family, x64, monkeypatch):
     """The learning rate of the trainer's step is a place in a table: variants of a family share their programs."""
