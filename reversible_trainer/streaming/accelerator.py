@@ -232,9 +232,9 @@ class Arrival:
 
     def arrays(self) -> list[Tree]:
         """The arrays, a tree for each tag."""
-        arrays = self._pending.arrays()
         if self._recorded is not None:
-            self._recorded.result()  # a thread waits for these arrays; programs may overwrite them only then
+            self._recorded.result()  # a thread waits for these arrays; they may be given away only then
+        arrays = self._pending.arrays()
         for tag, part in zip(self._tags, arrays, strict=True):
             self._ledger.track(tag, part)
         return arrays

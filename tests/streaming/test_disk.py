@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from helpers import assert_trees_equal, slow
 from training import batch, recorded_gradients, small_lm
 
 from reversible_trainer import checkpoint
-from reversible_trainer.streaming import Placement
+from reversible_trainer.streaming import Placement, Recorder
 from reversible_trainer.trainer import Trainer
 
 
@@ -36,6 +37,24 @@ def test_the_disk_gives_the_same_bits(options, tmp_path):
     )
     assert trainer.ledger.peak_bytes <= trainer.plan(batch()).peak_accelerator_bytes
     assert os.listdir(tmp_path) == []  # the file has no name: nothing can be left of it
+
+
+def test_a_step_is_recorded_by_threads_that_come_late(tmp_path, monkeypatch):
+    """What they wait for must not be given away before they have."""
+    add = Recorder.add
+
+    def late(self, lane, name, visit, amount, start, wait, ready=None):
+        def wait_late():
+            time.sleep(0.02)
+            wait()
+
+        return add(self, lane, name, visit, amount, start, wait_late, ready)
+
+    monkeypatch.setattr(Recorder, "add", late)
+    trainer, state, _ = train(Placement.disk(str(tmp_path)), steps=1)
+    with trainer.recording() as recorder:
+        trainer.step(state, batch(), 0.01)
+    assert 0 < recorder.hidden_link_fraction <= 1
 
 
 def test_the_file_holds_the_state_and_a_few_blocks_more(tmp_path):
