@@ -106,7 +106,7 @@ def test_evaluation_and_logits_of_fixed_point_streams():
     assert float(evaluated["loss"]) == pytest.approx(float(np.average(expected, weights=mask)), rel=1e-5)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [slow(1), 2])
 def test_a_planted_fault_is_caught_at_the_first_step_and_its_block_named(microbatches, caplog):
     """And not the blocks below it, which are given what it spoiled."""
     blocks = model([block(), block(Faulty()), block(), block()])
@@ -144,7 +144,7 @@ def test_drift_of_floating_point_streams(caplog):
     train(faulty, steps=1, verify_reversal="raise", drift_limit=None)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, slow(2)])
 def test_streams_near_their_range_are_counted(microbatches):
     near = train(model([block()] * 2, scale=1000.0), steps=1, microbatches=microbatches)[2]["near_range_blocks"]
     assert near == 3  # the embedding leaves numbers above 2048 already

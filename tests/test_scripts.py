@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_the_operating_system_agrees_with_the_ledger():
     assert 0.85 <= found["ratio"] <= 1.15
 
 
+@pytest.mark.slow
 def test_with_the_disk_tier_little_of_the_state_is_in_memory(tmp_path):
     sizes = ("--blocks", 32, "--width", 512, "--ff-width", 2048, "--rows", 16)
     found = run("measure_rss.py", "--disk", tmp_path, "--optimizer", "adam", *sizes)
@@ -47,7 +49,8 @@ def test_benchmarks_run_and_draw(command, tmp_path):
     assert run(*command, "--png", tmp_path / "picture.png")
 
 
-@pytest.mark.parametrize("placement", ["pinned", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["pinned", "shared"])
 def test_depth_costs_time_and_host_memory_but_no_accelerator_memory(placement):
     ratios = []
     for _ in range(3):  # the machine may be busy with something else for a while
@@ -62,6 +65,8 @@ def test_depth_costs_time_and_host_memory_but_no_accelerator_memory(placement):
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
-def test_scripts_explain_themselves(script):
-    finished = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
-    assert finished.returncode == 0 and "--json" in finished.stdout
+def test_scripts_explain_themselves(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 0 and "--json" in capsys.readouterr().out

@@ -48,7 +48,7 @@ EXACT = {name: OPTIMIZERS[name] for name in ("sgd", "adam", "adafactor")}
 MATRIX = {"shampoo": OPTIMIZERS["shampoo"], "muon": MUON, "soap": SOAP}
 
 
-@pytest.mark.parametrize("name", [slow(n) if n == "adafactor" else n for n in (*EXACT, *MATRIX)])
+@pytest.mark.parametrize("name", [n if n in ("sgd", "shampoo") else slow(n) for n in (*EXACT, *MATRIX)])
 def test_microbatches_give_the_same_step(name, x64):
     optimizer, initial = (EXACT | MATRIX)[name], run(lm(1, 0.0), optax.sgd, steps=0)[0][0]
     (weights, slots), metrics = run(lm(1, 0.0), optimizer)
@@ -108,7 +108,7 @@ def test_clipping_per_block_clips_the_mean_gradient_of_each(options):
 
 
 @pytest.mark.parametrize(
-    ("model", "options"), [slow(lm, {"microbatches": 2}), (lm, {"update": "deferred"}), (standard_lm, {})]
+    ("model", "options"), [slow(lm, {"microbatches": 2}), (lm, {"update": "deferred"}), slow(standard_lm, {})]
 )
 def test_keeping_gives_the_same_step(model, options, x64):
     (weights, slots), metrics = run(model(1), optax.adam, **options)
@@ -160,6 +160,7 @@ def test_residuals_hold_no_weights():
     assert 0 < max(seen) < 0.25 * kernels
 
 
+@pytest.mark.slow
 def test_auto_keeps_as_many_blocks_as_fit():
     needed = Trainer(lm(4), optax.sgd, placement=Placement.pinned()).plan(batch()).peak_accelerator_bytes
     everything = Trainer(lm(4), optax.sgd, policy="keep", placement=Placement.pinned()).plan(batch())
@@ -187,11 +188,11 @@ def frozen(model, trained):
     ("trained", "options"),
     [
         ({3, 4, 5}, {}),
-        ({2, 4}, {}),
-        ({5}, {}),
-        ({2, 4}, {"microbatches": 2}),
+        slow({2, 4}, {}),
+        slow({5}, {}),
+        slow({2, 4}, {"microbatches": 2}),
         ({2, 4}, {"update": "deferred"}),
-        ({2, 4}, {"policy": "keep"}),
+        slow({2, 4}, {"policy": "keep"}),
     ],
 )
 def test_frozen_blocks_stay_and_the_others_train_as_ever(trained, options, x64):

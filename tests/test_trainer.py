@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from helpers import assert_trees_close, assert_trees_equal
+from helpers import assert_trees_close, assert_trees_equal, slow
 from training import OPTIMIZERS, batch, lm, recorded_gradients, small_lm, standard_lm
 
 from reversible_trainer.layers import (
@@ -48,8 +48,8 @@ def assert_equals_oracle(blocks, optimizer, placement, **options):
 
 
 # Every optimizer, depth and placement; not yet all of their combinations, which are for `make test-all`.
-FEW = [("pinned", depth, name) for depth in (0, 1, 4) for name in ("adam", "shampoo")]
-FEW += [("pinned", 4, "sgd"), ("pinned", 4, "adafactor"), ("shared", 1, "adafactor"), ("shared", 4, "shampoo")]
+FEW = [("pinned", depth, name) for depth in (0, 4) for name in ("adam", "shampoo")]
+FEW += [("pinned", 1, "adam"), ("pinned", 4, "adafactor"), ("shared", 1, "shampoo")]
 ALL = [(placement, depth, name) for placement in PLACEMENTS for depth in (0, 1, 4) for name in OPTIMIZERS]
 ALL = [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
@@ -59,7 +59,7 @@ def test_float64_step_equals_the_oracle(placement, depth, optimizer, x64):
     assert_equals_oracle(lm(depth), OPTIMIZERS[optimizer], PLACEMENTS[placement]())
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["shared", slow("pinned")])
 def test_float32_loss_and_gradients_equal_the_oracle(placement):
     for state, metrics, _, loss, grads in both(lm(4), recorded_gradients, PLACEMENTS[placement]()):
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -69,7 +69,7 @@ def test_float32_loss_and_gradients_equal_the_oracle(placement):
             assert difference <= 1e-3 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("placement", "prefetch"), [("pinned", 0), ("pinned", 3), ("shared", 1)])
+@pytest.mark.parametrize(("placement", "prefetch"), [("pinned", 0), slow("pinned", 3), slow("shared", 1)])
 def test_standard_blocks(placement, prefetch, x64):
     assert_equals_oracle(standard_lm(2), optax.adam, PLACEMENTS[placement](), prefetch=prefetch)
 
@@ -94,7 +94,7 @@ def mixed():
     ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["pinned", slow("shared")])
 def test_standard_blocks_between_reversible_ones(placement, x64):
     assert_equals_oracle(mixed(), optax.adam, PLACEMENTS[placement]())
 

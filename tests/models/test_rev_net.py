@@ -87,6 +87,7 @@ def test_arguments_that_make_no_model_are_refused(arguments, match):
         rev_net(**arguments)
 
 
+@pytest.mark.slow
 def test_fixed_point_streams_are_reversed_exactly():
     trainer = Trainer(rev_net(**SMALL, dropout=0.1), optax.sgd, verify_reversal="raise")
     _, metrics = trainer.step(trainer.init(jax.random.key(0), batch()), batch(), 0.1)

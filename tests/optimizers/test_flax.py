@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import slow
 
 from reversible_trainer.optimizers import muon, orthogonalized, shampoo, soap
 
@@ -54,7 +55,7 @@ def compositions(name):
     return (whole if takes_all else parts) | {"partition": partition}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [slow(n) if n == "soap" else n for n in OPTIMIZERS])
 def test_trains_a_flax_model(name):
     with jax.numpy_dtype_promotion("standard"):  # flax and optax rely on it
         model = Mlp()
