@@ -101,7 +101,8 @@ def run(
     else:
         state = trainer.init(jax.random.key(seed), batch)
         print_added(trainer.added, console)
-    with contextlib.closing(MetricsLog(output, done)) as log, Progress(console, done, steps) as progress:
+    unit = "tokens" if length else "images"
+    with contextlib.closing(MetricsLog(output, done)) as log, Progress(console, done, steps, unit) as progress:
         here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress)
         state = here.train(state, rates, steps, eval_every, checkpoint_every)
         last = log.records[-1] if log.records else {}

@@ -139,7 +139,7 @@ def plot_losses(records: Sequence[Record], path: str | os.PathLike[str]) -> None
         x, y = zip(*held_out, strict=True)
         axes.plot(x, y, "o-", color="#d94801", markersize=5, linewidth=1.4, label="held out")
         axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-4, 8), textcoords="offset points", ha="right")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, steps[-1] * 1.02))
+    axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps[-1] * 1.02))
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -156,11 +156,12 @@ class Progress(progress.Progress):
       console: Where to.
       done: Steps done before.
       steps: Steps to reach.
+      unit: What `show` is given the rate of.
     """
 
-    def __init__(self, console: Console, done: int, steps: int):
+    def __init__(self, console: Console, done: int, steps: int, unit: str = "tokens"):
         columns = progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(None)
-        self._line, self._lines_at, self._first, self._start = "", 0.0, done, time.monotonic()
+        self._unit, self._line, self._lines_at, self._first, self._start = unit, "", 0.0, done, time.monotonic()
         super().__init__(*columns, console=console, expand=True, refresh_per_second=4, disable=not console.is_terminal)
         self._task = self.add_task("training", completed=done, total=steps)
 
@@ -173,10 +174,9 @@ class Progress(progress.Progress):
         """Shows the figures of a step that is done."""
         steps, now = int(self.tasks[0].total or 0), time.monotonic()
         seconds_left = (now - self._start) / max(step - self._first, 1) * (steps - step)
-        self._line = (
-            f"loss {loss:.3f}   {rate or 0:,.0f} tokens/s   {datetime.timedelta(seconds=round(seconds_left))} left   "
-            f"accelerator {decimal(accelerator_bytes)}   host {decimal(psutil.Process().memory_info().rss)}"
-        )
+        memory = f"accelerator {decimal(accelerator_bytes)}   host {decimal(psutil.Process().memory_info().rss)}"
+        left = datetime.timedelta(seconds=round(seconds_left))
+        self._line = f"loss {loss:.3f}   {rate or 0:,.0f} {self._unit}/s   {left} left   {memory}"
         self.update(self._task, completed=step)
         if self.disable and (now >= self._lines_at or step == steps):
             self.note(f"step {step}/{steps}   {self._line}")

@@ -58,7 +58,8 @@ class CopyTask:
             raise ValueError(f"copy_task: 0 w 0 w has an even number of tokens, at least 4; got run.length = {length}.")
         half = random.integers(1, self.symbols + 1, size=(batch_size, length // 2), dtype=np.int32)
         most = length // 2 - 1
-        symbols = most - round((1 - part) * max(most - _FEWEST, 0))
+        fewest = min(_FEWEST, most)
+        symbols = round(fewest * (most / fewest) ** part)
         half[:, 0] = half[:, 1 + symbols :] = 0
         tokens = np.tile(half, 2)
         targets = np.roll(tokens, -1, axis=1)  # the last one, 0 again, is not weighed
@@ -78,7 +79,8 @@ def copy_task(symbols: int = 127, eval_sequences: int = 256, grows_for: int = 0)
         `vocab_size` of one more.
       eval_sequences: Sequences to evaluate on; training never draws from their stream.
       grows_for: A curriculum for long sequences: for so many steps of training w grows, from 16
-        symbols to all that there is room for. What is left of each half holds zeros.
+        symbols to all that there is room for, by the same factor in every step. What is left
+        of each half holds zeros.
 
     Source: Kitaev et al. 2020, section 5.1 (https://arxiv.org/abs/2001.04451).
     """

@@ -23,11 +23,11 @@ class LearnedPositions(Layer):
 
     Args:
       max_length: Number of rows; T may be shorter.
-      table_init: For `table`, `[max_length, D]`.
+      table_init: For `table`, `[max_length, D]`. Of unit scale, as the embedding that it is added to.
     """
 
     max_length: int
-    table_init: Initializer = Normal(0.02)
+    table_init: Initializer = Normal(1.0)
 
     def init(self, key, inputs):
         return {"table": self.table_init(key, (self.max_length, inputs[0].shape[-1]))}, ()

@@ -42,7 +42,7 @@ from reversible_trainer.layers import (
     SinusoidalPositions,
 )
 from reversible_trainer.layers.reversible import streams
-from reversible_trainer.models.transformer import _check
+from reversible_trainer.models.transformer import check_sizes
 
 POSITIONS = ("axial", "learned", "sinusoidal", "rotary", "none")
 NORMS = {"layer": LayerNorm(), "rms": RMSNorm()}
@@ -111,7 +111,7 @@ def reformer_lm(
 
     Source: Kitaev et al. 2020 (https://arxiv.org/abs/2001.04451).
     """
-    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    check_sizes(vocab_size, width, depth, heads, ff_width, dropout, max_length)
     enter = streams("reformer_lm", arithmetic)
     placed = _positions(positions, width, max_length, axial_shape, axial_widths)
     normed = _choice("norm", norm, NORMS)
@@ -178,10 +178,10 @@ def reformer(
 
     Source: Kitaev et al. 2020, section 5 (https://arxiv.org/abs/2001.04451).
     """
-    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    check_sizes(vocab_size, width, depth, heads, ff_width, dropout, max_length)
     source_vocab_size = vocab_size if source_vocab_size is None else source_vocab_size
     encoder_depth = depth if encoder_depth is None else encoder_depth
-    _check(source_vocab_size, width, encoder_depth, heads, ff_width, dropout, max_length)
+    check_sizes(source_vocab_size, width, encoder_depth, heads, ff_width, dropout, max_length)
     enter = streams("reformer", arithmetic)
     placed = _positions(positions, width, max_length, axial_shape, axial_widths)
     normed = _choice("norm", norm, NORMS)

@@ -58,7 +58,7 @@ def transformer_lm(
     Returns:
       `depth` + 2 blocks.
     """
-    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    check_sizes(vocab_size, width, depth, heads, ff_width, dropout, max_length)
     attention, feed_forward = _sublayers(heads, ff_width, dropout)
     return [
         Serial(Embedding(vocab_size, width, max_length=max_length), Dropout(dropout)),
@@ -99,7 +99,7 @@ def reversible_transformer_lm(
 
     Source: Kitaev et al. 2020, section 3 (https://arxiv.org/abs/2001.04451).
     """
-    _check(vocab_size, width, depth, heads, ff_width, dropout, max_length)
+    check_sizes(vocab_size, width, depth, heads, ff_width, dropout, max_length)
     enter = streams("reversible_transformer_lm", arithmetic)
     attention, feed_forward = _sublayers(heads, ff_width, dropout)
     block = ReversibleSerial(HalfResidual(attention), ReversibleSwap(), HalfResidual(feed_forward), ReversibleSwap())
@@ -136,9 +136,10 @@ def _sublayers(heads: int, ff_width: int, dropout: float) -> tuple[Layer, Layer]
     return attention, feed_forward
 
 
-def _check(
+def check_sizes(
     vocab_size: int, width: int, depth: int, heads: int, ff_width: int, dropout: float, max_length: int | None
 ) -> None:
+    """Refuses sizes that make no transformer."""
     sizes = {"vocab_size": vocab_size, "width": width, "depth": depth, "heads": heads, "ff_width": ff_width}
     for name, size in {**sizes, "max_length": 1 if max_length is None else max_length}.items():
         least = 0 if name == "depth" else 1

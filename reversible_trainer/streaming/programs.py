@@ -15,8 +15,13 @@ from reversible_trainer.streaming.placement import Placement
 from reversible_trainer.tree import Tree
 
 # For programs that must find the same bits. No rounding to bfloat16 is left out because what surrounds it would allow
-# that. On a GPU, the same algorithm for the same operation in every program: so nothing is tuned by timing.
-_EXACT: dict[str, Any] = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
+# that. On a GPU, the same algorithm for the same operation in every program: so nothing is tuned by timing. On a CPU,
+# XLA's newer code generator contracts other products and sums into one rounding where other operations are near.
+_EXACT: dict[str, Any] = {
+    "xla_allow_excess_precision": False,
+    "xla_gpu_deterministic_ops": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
