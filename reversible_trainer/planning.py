@@ -42,25 +42,19 @@ def plan(schedule: Schedule, placement: Placement, prefetch: int, transactional:
     events: list[Event] = []
     ledger.watch = events.append
     clock = clock_signature()
-    # The link may be slower or faster than the programs, and then blocks are sent a little earlier or later.
-    slow, fast = (
-        Accelerator(Placement.planned(placement, link_lags), ledger, prefetch, transactional)
-        for link_lags in (True, False)
-    )
-    state, _ = sweeps.init(fast, schedule, fast.placement.to_host(clock.key))
-    copies = sweeps.cast(fast, schedule, state) if schedule.casts else None
+    accelerator = Accelerator(Placement.planned(placement), ledger, prefetch, transactional)
+    state, _ = sweeps.init(accelerator, schedule, accelerator.placement.to_host(clock.key))
+    copies = sweeps.cast(accelerator, schedule, state) if schedule.casts else None
     batches, tally = [schedule.batch] * schedule.microbatches, Tally()
-    clock = fast.placement.to_host(clock)
+    clock = accelerator.placement.to_host(clock)
     before = state.copy()  # what a transactional step leaves to the caller
-    metrics, _ = sweeps.train(fast, schedule, state, copies, batches, clock)
+    metrics, _ = sweeps.train(accelerator, schedule, state, copies, batches, clock)
     del before
-    held = [fast.placement.to_accelerator(metrics) for _ in range(_HELD_METRICS)]
+    held = [accelerator.placement.to_accelerator(metrics) for _ in range(_HELD_METRICS)]
     ledger.track("metrics", held)
     # A second step begins while the last program of the first still runs.
-    begin, fast.recorder = len(events), tally
-    sweeps.train(fast, schedule, state, copies, batches, clock)
-    end = len(events)
-    sweeps.train(slow, schedule, state, copies, batches, clock)
+    begin, accelerator.recorder = len(events), tally
+    sweeps.train(accelerator, schedule, state, copies, batches, clock)
     totals = peaks(events)
     assert ledger.peak is not None
     return MemoryPlan(
@@ -74,7 +68,7 @@ def plan(schedule: Schedule, placement: Placement, prefetch: int, transactional:
         peak_host_bytes=ledger.peak_host_bytes,
         checkpoint_bytes=schedule.host_bytes,
         peak=ledger.peak,
-        events=tuple(events[begin:end]),
+        events=tuple(events[begin:]),
         microbatches=schedule.microbatches,
         waiting="host" if schedule.on_host else "accelerator",
         why="as set",

@@ -286,7 +286,6 @@ class Step:
             return
         i, m = following
         self.accelerator.catch_up(1)
-        self.accelerator.send_ahead()
         for key in (("stack", m), ("cotangents", m), ("saved", i, m)):
             self.waiting.send(key)
 

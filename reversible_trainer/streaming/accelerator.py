@@ -31,7 +31,6 @@ class Accelerator:
         self._tokens: collections.deque[Any] = collections.deque()  # of the programs not yet waited for
         self._ran = 0  # programs
         self._departures: dict[str, collections.deque[Pending]] = collections.defaultdict(collections.deque)
-        self._send_ahead: Callable[[], None] | None = None  # of the stream under way
         self._visit: tuple[str | None, int | None] = (None, None)  # at work
         self.recorder: Recorder | Tally | None = None
 
@@ -89,13 +88,10 @@ class Accelerator:
                 trees, moved = entries(visit)
                 arrivals.append((visit, self.send(trees, moved, self.transactional, visit)))
 
-        if self.prefetch:
-            send_ahead()
-            self._send_ahead = send_ahead
         for _ in visits:
+            if not self.prefetch:
+                self.catch_up(0)
             if not arrivals:
-                if not self.prefetch:
-                    self.catch_up(0)
                 send_ahead()
             visit, arrival = arrivals.popleft()
             arrays = arrival.arrays()
@@ -104,7 +100,7 @@ class Accelerator:
             self._let_go(self.prefetch)
             at_work, self._visit = visit[1], visit
             self.ledger.block = at_work
-            if self._link_lags():  # it must not wait for the next program's start
+            if self.prefetch:  # before this visit's programs, behind which it would wait
                 send_ahead()
             ran = self._ran
             yield visit, arrays
@@ -116,15 +112,7 @@ class Accelerator:
             if self.placement.same_memory:
                 self.ledger.forget(arrays)
             del arrays
-            if self.prefetch:
-                send_ahead()
-        self._send_ahead = None
         self.ledger.host(-sum(left_host))
-
-    def send_ahead(self) -> None:
-        """Sends the next blocks in the middle of a visit; only when all programs of earlier visits have run."""
-        if self._send_ahead is not None:
-            self._send_ahead()
 
     def send(self, trees: dict[str, Tree], moved: bool, keep: bool = False, visit: Visit | None = None) -> Arrival:
         """Starts copying arrays, by tag, from the host.
@@ -171,20 +159,12 @@ class Accelerator:
         """Forgets a sweep that has failed."""
         self._departures.clear()
         self._tokens.clear()
-        self._visit, self._send_ahead, self.ledger.block = (None, None), None, None
+        self._visit, self.ledger.block = (None, None), None
 
     def catch_up(self, keep: int) -> None:
         """Waits for all programs but the last `keep`."""
         while len(self._tokens) > keep:
             self.placement.wait(self._tokens.popleft())
-
-    def _link_lags(self) -> bool:
-        """Whether all programs have run."""
-        if self.placement.same_memory or not self.prefetch or not all(map(self.placement.is_done, self._tokens)):
-            return False
-        self._tokens.clear()
-        self.ledger.dispatch(0, [], [])  # the last program's temporaries are gone
-        return True
 
     def _let_go(self, keep: int, kind: str = "blocks") -> None:
         """Waits for all copies of a kind to the host but the last `keep`."""

@@ -101,10 +101,6 @@ class Placement(abc.ABC):
         """Returns when `array` has been computed."""
         jax.block_until_ready(array)
 
-    def is_done(self, array: Any) -> bool:
-        """Whether `array` has been computed."""
-        return array.is_ready()
-
     @staticmethod
     def pinned(device: Device | None = None) -> Placement:
         """Weights and slots in page-locked host memory, copied to `device` and back."""
@@ -133,14 +129,9 @@ class Placement(abc.ABC):
         return Disk(folder, device or jax.devices()[0])
 
     @staticmethod
-    def planned(like: Placement, link_lags: bool) -> Placement:
-        """Nothing is allocated and nothing runs: a sweep here accounts for what it would hold.
-
-        Args:
-          like: The placement that is planned for.
-          link_lags: Whether programs have always run, or never, when somebody looks.
-        """
-        return _Planned(like, link_lags)
+    def planned(like: Placement) -> Placement:
+        """Nothing is allocated and nothing runs: a sweep here accounts for what it would hold in `like`."""
+        return _Planned(like)
 
     @staticmethod
     def default() -> Placement:
@@ -219,8 +210,8 @@ class Placeholder:
 
 
 class _Planned(Placement):
-    def __init__(self, like: Placement, link_lags: bool):
-        self.same_memory, self._link_lags = like.same_memory, link_lags
+    def __init__(self, like: Placement):
+        self.same_memory = like.same_memory
 
     def send(self, tree: Tree, keep: bool = False) -> Pending:
         copied = keep or not self.same_memory
@@ -239,9 +230,6 @@ class _Planned(Placement):
 
     def wait(self, array: Any) -> None:
         pass
-
-    def is_done(self, array: Any) -> bool:
-        return self._link_lags
 
 
 class _PlannedPending(Pending):
