@@ -258,7 +258,7 @@ def _configure(file: str, bindings: list[str], text: str | None = None) -> tuple
             line, message = _explain_binding(error)
             where += f", line {line}" if line and part is text else ""
             raise _ConfigError(f"{where}: {message}") from error
-    _check_macros(gin.config_str(), file)
+    _check_macros(gin.config_str(), text, file)
     bound = gin.get_bindings(loop.run, resolve_references=False)
     required = [p.name for p in inspect.signature(loop.run).parameters.values() if p.default is p.empty]
     missing = [f"run.{name}" for name in required if name not in bound]
@@ -293,10 +293,10 @@ def _keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def _check_macros(config: str, file: str) -> None:
-    """Refuses macros that nothing uses: as a rule they are settings whose first half was forgotten."""
+def _check_macros(config: str, text: str, file: str) -> None:
+    """Refuses macros that nothing uses, or used before `--set`: as a rule settings whose first half was forgotten."""
     for name in re.findall(r"^(\w+) =", config, re.MULTILINE):
-        if f"%{name}" not in config:
+        if f"%{name}" not in config + text:
             raise _ConfigError(f"{file}: {name!r} is set but nothing uses it; a setting reads 'name.parameter = value'")
 
 

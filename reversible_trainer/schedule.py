@@ -14,6 +14,7 @@ from reversible_trainer import passes, reversal
 from reversible_trainer.layers.base import Layer, LossLayer, Stack, cotangent_signature, put, take
 from reversible_trainer.passes import Clock, Health, Recipe, rate_dtype
 from reversible_trainer.streaming import Program, Programs
+from reversible_trainer.streaming.programs import exact
 from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
 
 POLICIES = ("keep", "recompute", "reverse")
@@ -53,11 +54,6 @@ class ScheduledBlock:
     def looks(self) -> bool:
         """Whether its forward pass looks at the streams that it leaves."""
         return self.policy != "loss" and reversal.has_fixed_point(self.outputs)
-
-    @property
-    def exact(self) -> bool:
-        """Whether its bits matter: whatever is computed again must come out the same."""
-        return reversal.has_fixed_point((*self.inputs, *self.outputs))
 
     @property
     def host_bytes(self) -> int:
@@ -240,6 +236,11 @@ class Schedule:
         """Signature of the weights that are sent for a forward pass."""
         return jax.eval_shape(self._recipe.cast, weights)
 
+    def _options(self, block: ScheduledBlock) -> dict[str, Any] | None:
+        """For the compiler: on fixed-point streams, whatever is computed again must come out the same."""
+        matters = reversal.has_fixed_point((*block.inputs, *block.outputs))
+        return exact(self.sent(block.weights)) if matters else None
+
     # One method per kind of program: its function, its arguments and which of them it may overwrite.
 
     def _init(self, block: ScheduledBlock, layer: Any) -> Program:
@@ -260,7 +261,7 @@ class Schedule:
         kept = " inputs kept" if block.saves_inputs else ""
         variant = f"{policy}{kept}{' verified' if block.verifies else ''}"
         tags, donate = ("activations", "states", "residuals", "metrics"), (3,) if kept else (2, 3)
-        return self._programs.get("forward", variant, layer, tags, function, arguments, donate, block.exact)
+        return self._programs.get("forward", variant, layer, tags, function, arguments, donate, self._options(block))
 
     def _infer(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.infer, layer, self._recipe)
@@ -291,7 +292,7 @@ class Schedule:
         )
         tags = ("weights", "slots", "states", "activations", "cotangents", "metrics", "metrics")
         donate = (0, 1, 2, *(4 + i for i in donate), 11)
-        return self._programs.get("backward", name, layer, tags, function, arguments, donate, block.exact)
+        return self._programs.get("backward", name, layer, tags, function, arguments, donate, self._options(block))
 
     def _gradients(self, block: ScheduledBlock, layer: Any) -> Program:
         settings, flow, donate, name = self._pulls_back(block)
@@ -300,7 +301,7 @@ class Schedule:
         arguments = (block.weights, block.state, *flow, sums, self._clock, _INDEX, _INDEX)
         tags = ("activations", "cotangents", "metrics", "gradients")
         donate = (*(2 + i for i in donate), 7)
-        return self._programs.get("gradients", name, layer, tags, function, arguments, donate, block.exact)
+        return self._programs.get("gradients", name, layer, tags, function, arguments, donate, self._options(block))
 
     def _loss(self, block: ScheduledBlock, layer: Any) -> Program:
         function = functools.partial(passes.loss, layer, self._recipe)

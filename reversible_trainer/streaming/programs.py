@@ -14,15 +14,6 @@ from jax.extend.core import jaxprs_in_params
 from reversible_trainer.streaming.placement import Placement
 from reversible_trainer.tree import Tree
 
-# For programs that must find the same bits. No rounding to bfloat16 is left out because what surrounds it would allow
-# that. On a GPU, the same algorithm for the same operation in every program: so nothing is tuned by timing. On a CPU,
-# XLA's newer code generator contracts other products and sums into one rounding where other operations are near.
-_EXACT: dict[str, Any] = {
-    "xla_allow_excess_precision": False,
-    "xla_gpu_deterministic_ops": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -84,7 +75,7 @@ class Programs:
         function: Callable[..., tuple[Any, ...]],
         arguments: tuple[Tree, ...],
         donate: Sequence[int] = (),
-        exact: bool = False,
+        options: dict[str, Any] | None = None,
     ) -> Program:
         """The program for `function`, compiled when it is asked for the first time.
 
@@ -97,13 +88,13 @@ class Programs:
           function: From pytrees to a tuple of `len(tags)` pytrees.
           arguments: Their signatures.
           donate: Positions in `arguments` that the caller will not use again.
-          exact: Whether other programs must find the same bits.
+          options: For the compiler, such as `exact`'s.
         """
         leaves, tree = jax.tree.flatten(arguments)
         key = (kind, variant, layer, tree, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._programs:
             name = f"{kind} {getattr(layer, 'name', layer)}"
-            self._programs[key] = self._compile(name, tuple(tags), function, arguments, donate, exact)
+            self._programs[key] = self._compile(name, tuple(tags), function, arguments, donate, options)
         return self._programs[key]
 
     def shapes(self, kind: str, layer: Hashable, inputs: Tree, trace: Callable[[], Any]) -> Any:
@@ -121,7 +112,7 @@ class Programs:
         function: Callable,
         arguments: tuple[Tree, ...],
         donate: Sequence[int],
-        exact: bool,
+        options: dict[str, Any] | None,
     ) -> Program:
         leaves, in_tree = jax.tree.flatten(arguments)
         outputs, out_tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
@@ -136,7 +127,7 @@ class Programs:
         flat.__name__ = name.replace(" ", "_")
         jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
         traced = jitted.trace(*self._placement.specify(leaves))
-        compiled = traced.lower().compile(_EXACT if exact else None)
+        compiled = traced.lower().compile(options)
         memory: Any = compiled.memory_analysis()
         return Program(
             name=name,
@@ -151,6 +142,18 @@ class Programs:
             temporary_bytes=memory.temp_size_in_bytes,
             flops=count_flops(traced.jaxpr.jaxpr),
         )
+
+
+def exact(weights: Tree) -> dict[str, Any]:
+    """Compiler options of a program whose bits others must find too; `weights` are as the block computes with them."""
+    options = {
+        "xla_allow_excess_precision": False,  # or roundings to bfloat16 are left out where their surroundings allow it
+        "xla_gpu_deterministic_ops": True,  # the same algorithm everywhere: nothing is tuned by timing
+    }
+    if any(w.dtype.itemsize == 2 for w in jax.tree.leaves(weights)):
+        # XLA's newer code generator for CPUs, 5 % faster, makes one rounding of a product and a sum or two, as may be.
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def count_flops(jaxpr: Any) -> float:
