@@ -56,7 +56,7 @@ def test_the_trainer_names_no_concrete_layer_and_no_optimizer():
 
 
 def test_the_package_imports_no_optional_package():
-    program = "import sys, reversible_trainer; print(*sys.modules)"
+    program = "import sys, reversible_trainer, reversible_trainer.interop; print(*sys.modules)"
     loaded = set(
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     )

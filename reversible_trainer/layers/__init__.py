@@ -5,7 +5,7 @@ from reversible_trainer.layers.base import Layer, LayerError, LossLayer, Reversi
 from reversible_trainer.layers.chunks import Chunked, ChunkedLoss
 from reversible_trainer.layers.combinators import Dup, Residual, Select, Serial
 from reversible_trainer.layers.convolution import Conv, MeanPool, ReversibleSpaceToDepth
-from reversible_trainer.layers.core import Dense, Dropout, Embedding, FeedForward, Gelu, Relu
+from reversible_trainer.layers.core import Dense, Dropout, Embedding, FeedForward, Function, Gelu, Relu
 from reversible_trainer.layers.frozen import Frozen
 from reversible_trainer.layers.initializers import (
     GlorotNormal,
@@ -52,6 +52,7 @@ __all__ = [
     "FeedForward",
     "FromFixedPoint",
     "Frozen",
+    "Function",
     "Gelu",
     "GlorotNormal",
     "GlorotUniform",

@@ -84,7 +84,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_by_value(self, field.name, getattr(self, field.name))
+            check_by_value(self, field.name, getattr(self, field.name))
 
     @property
     def name(self) -> str:
@@ -315,7 +315,7 @@ def _caller() -> str:
     return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "an unknown place"
 
 
-def _check_by_value(layer: Layer, field: str, value: Any) -> None:
+def check_by_value(layer: Layer, field: str, value: Any) -> None:
     """Refuses field values that cannot be hashed, or whose equality is identity."""
     try:
         hash(value)
@@ -335,4 +335,4 @@ def _check_by_value(layer: Layer, field: str, value: Any) -> None:
             "and partials do not. Use a function defined at module level, or a frozen dataclass with __call__."
         )
     for item in value if isinstance(value, tuple) else ():
-        _check_by_value(layer, field, item)
+        check_by_value(layer, field, item)

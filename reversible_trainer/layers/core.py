@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reversible_trainer.layers.base import Layer
+from reversible_trainer.layers.base import Layer, Stack
 from reversible_trainer.layers.initializers import Initializer, LecunNormal, Normal, Zeros
-from reversible_trainer.tree import Array, Tree
+from reversible_trainer.tree import Array, Tree, describe
 
 
 def at_least_float32(dtype: Any) -> Any:
@@ -45,6 +45,18 @@ def check_rate(name: str, rate: float) -> None:
     """Refuses a dropout rate outside of [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(f"{name}: the dropout rate must be at least 0 and less than 1; got {rate}.")
+
+
+def as_outputs(result: Any, n_out: int) -> Stack:
+    """What a function returned, one array or a tuple of them, as a layer's `n_out` outputs."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    if len(outputs) != n_out or not all(isinstance(y, jax.Array) for y in outputs):
+        got = ", ".join(describe(y) if isinstance(y, jax.Array) else type(y).__name__ for y in outputs)
+        raise ValueError(
+            f"expected n_out = {n_out} arrays, one by itself or several in a tuple; got ({got}). Set n_out, or wrap "
+            "what was called in something that returns so many arrays."
+        )
+    return outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +155,31 @@ class Relu(Layer):
 
     def forward(self, weights, state, inputs, key, memo=None):
         return (jax.nn.relu(inputs[0]),), state, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Function(Layer):
+    """A function of arrays, without weights, state or randomness.
+
+    Args:
+      f: Function defined at module level, since layers compare by value.
+      n_in: How many arrays it takes.
+      n_out: How many it returns: one, or a tuple of so many.
+
+    Example:
+      >>> import operator
+      >>> layer = Function(operator.mul, n_in=2)
+      >>> outputs, _, _ = layer.forward((), (), (jnp.arange(3), jnp.arange(3)), None)
+      >>> outputs[0].tolist()
+      [0, 1, 4]
+    """
+
+    f: Callable[..., Any]
+    n_in: int = 1  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    n_out: int = 1  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+
+    def forward(self, weights, state, inputs, key, memo=None):
+        return as_outputs(self.f(*inputs), self.n_out), state, None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from reversible_trainer.layers import (
     Dup,
     Embedding,
     FeedForward,
+    Function,
     Gelu,
     LayerError,
     LayerNorm,
@@ -96,6 +97,19 @@ def test_dropout():
     assert abs(float((y == 0).mean()) - 0.25) < 0.03  # four standard deviations of 4096 draws
     with pytest.raises(ValueError, match="Dropout: the dropout rate must be at least 0 and less than 1; got 1.0"):
         Dropout(1.0)
+
+
+def test_function():
+    x, y = jnp.array([3.0, 4.0]), jnp.array([2.0, 5.0])
+    assert_trees_equal(run(Function(jax.nn.gelu), x), run(Gelu(), x))
+    layer = Function(jnp.divmod, n_in=2, n_out=2)
+    assert_trees_equal(run(layer, x, y), tuple(jnp.divmod(x, y)))
+    assert_trees_equal(run(Serial(Dup(), layer), x), (jnp.ones(2), jnp.zeros(2)))
+    assert layer == Function(jnp.divmod, 2, 2) and layer != Function(jnp.minimum, 2)
+    with pytest.raises(TypeError, match="Function.f=<function.*Use a function defined at module level"):
+        Function(lambda x: x)
+    with pytest.raises(LayerError, match=r"Function.*expected n_out = 1 arrays.*got \(float32\[2\], float32\[2\]\)"):
+        run(Function(jnp.divmod, n_in=2), x, y)
 
 
 def test_serial_gives_each_layer_its_own_key_and_name():
