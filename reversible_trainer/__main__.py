@@ -329,16 +329,17 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:
     found = checkpoint.checkpoints(path / "checkpoints")
     if not found and not (path / "manifest.json").exists():
         raise ValueError(f"there is no checkpoint in {path}; name the output folder of a run, or a step_* folder in it")
-    path = found[-1] if found else path
-    manifest = checkpoint.read_manifest(path)
+    say = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    path, manifest = checkpoint.newest(found or [path], checkpoint.read_manifest, say)
     if not manifest["config"]:
         raise ValueError(f"{path} has no gin configuration, since its run was not started from one; use it from Python")
     loop, gin = _configure(f"the configuration in {path}", [], manifest["config"])
     trainer, settings = _trainer(loop, gin)
     description = checkpoint.Description.of(settings["blocks"], settings["optimizer"], settings.get("seed", 0))
     expected = trainer.init_signature(_signature(settings))
-    parts = ("weights", "states")
-    state = checkpoint.restore(path, expected, trainer.placement.to_host, description, parts)
+    place, parts = trainer.placement.to_host, ("weights", "states")
+    paths = found[: found.index(path) + 1] if found else [path]
+    _, state = checkpoint.newest(paths, lambda p: checkpoint.restore(p, expected, place, description, parts), say)
     return loop, trainer, settings, state
 
 

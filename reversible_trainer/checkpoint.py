@@ -2,6 +2,7 @@
 
     step_000600/
       manifest.json              step, what the run is, package versions, a sha256 per file
+      manifest.sha256            its own
       block_000.safetensors      weights/..., slots/..., states/... of block 0
       run.safetensors            the random key
 
@@ -34,7 +35,11 @@ from reversible_trainer.tree import TrainState, Tree, describe, path_name
 _FORMAT = 1
 _PARTS = ("weights", "slots", "states")
 _MANIFEST = "manifest.json"
-_DAMAGED = "Delete the checkpoint's folder, and train goes on from the one before."
+_MANIFEST_SUM = "manifest.sha256"
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,7 @@ def save(
     }
     with open(partial / _MANIFEST, "w") as file:
         json.dump(manifest, file, indent=1)
+    (partial / _MANIFEST_SUM).write_text(_sha256(partial / _MANIFEST))
     for path in (*partial.iterdir(), partial):
         _sync(path)
     if target.exists():
@@ -111,9 +117,31 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
+def newest(paths: Sequence[Path], read: Callable[[Path], Any], say: Callable[[str], None]) -> tuple[Path, Any]:
+    """The newest checkpoint that is not damaged, and what `read` makes of it.
+
+    Args:
+      paths: Oldest first.
+      read: Raises `DamagedError`, as `read_manifest` and `restore` do.
+      say: Is told of each that is damaged.
+    """
+    for path in reversed(paths[1:]):
+        try:
+            return path, read(path)
+        except DamagedError as error:
+            say(f"{error} Trying the checkpoint before it.")
+    try:
+        return paths[0], read(paths[0])
+    except DamagedError as error:
+        raise DamagedError(f"{error} There is none before it: start afresh in another output folder.") from None
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint `path`, its description as `Description`."""
     try:
+        expected, found = (path / _MANIFEST_SUM).read_text(), _sha256(path / _MANIFEST)
+        if found != expected:
+            raise TypeError(f"expected sha256 {expected!r}, got {found}")
         manifest = json.loads((path / _MANIFEST).read_text())
         if manifest["format"] != _FORMAT:
             raise ValueError(
@@ -127,9 +155,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         fields = manifest["description"]
         manifest["description"] = Description(tuple(fields["blocks"]), fields["optimizer"], fields["seed"])
     except (OSError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"restore: {path / _MANIFEST} is missing or damaged ({type(error).__name__}: {error}). {_DAMAGED}"
-        ) from None
+        raise DamagedError(f"restore: {path / _MANIFEST} is missing or damaged ({error}).") from None
     return manifest
 
 
@@ -229,12 +255,12 @@ def _open(path: Path, manifest: dict[str, Any]) -> Iterator[Any]:
     expected = manifest["sha256"].get(path.name)
     found = _sha256(path) if path.exists() else "no file"
     if found != expected:
-        raise ValueError(f"restore: {path} is damaged: expected sha256 {expected}, got {found}. {_DAMAGED}")
+        raise DamagedError(f"restore: {path} is damaged: expected sha256 {expected}, got {found}.")
     try:
         with safe_open(path, framework="numpy") as arrays:
             yield arrays
     except SafetensorError as error:
-        raise ValueError(f"restore: {path} cannot be read: {error}.") from None
+        raise DamagedError(f"restore: {path} cannot be read: {error}.") from None
 
 
 def _is_key(x: Any) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import functools
 import json
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -71,56 +75,70 @@ def run(
       last 20 steps; `first_loss`, of step 1 before any update; `eval_loss` and
       `eval_accuracy`, over everything held out; `tokens_per_second`, or images;
       `peak_accelerator_bytes`; `planned_accelerator_bytes`; `peak_host_bytes`. A finished
-      run reports itself again.
+      run reports itself again. One that is interrupted (Ctrl-C) or terminated finishes its step,
+      saves, and returns the first three without printing them.
     """
     numbers = (steps, batch_size, length, eval_every, checkpoint_every, seed)
     rates = check_settings(blocks, optimizer, data, learning_rate, *numbers)
     console, output = Console(stderr=True), prepared_folder(Path(output))
+    say = functools.partial(console.print, highlight=False, soft_wrap=True)
     description = checkpoint.Description.of(blocks, optimizer, seed)
-    saved = checkpoint.checkpoints(output / "checkpoints")
-    done = _steps_done(saved, description, steps, output)
-    if done == steps and (result := _stored_result(output)).get("step") == steps:
-        console.print(f"{output}: all {steps} steps are done", highlight=False, soft_wrap=True)
+    with alone(output):
+        saved = checkpoint.checkpoints(output / "checkpoints")
+        done = _steps_done(saved, description, steps, output)
+        if done == steps and (result := _stored_result(output)).get("step") == steps:
+            say(f"{output}: all {steps} steps are done")
+            print(json.dumps(result), flush=True)
+            return result
+
+        trainer = configured_trainer(blocks, optimizer)
+        batch = data.batch(seed, 0, batch_size, length)
+        check_vocabulary(trainer, data, batch)
+        check_routes(trainer, batch)
+        with console.status("compiling"):
+            trainer.check_memory(batch)
+            plan = trainer.plan(batch)
+        print_plan(plan, console)
+        if saved:
+            place, expected = trainer.placement.to_host, trainer.init_signature(batch)
+            path, state = checkpoint.newest(
+                saved, lambda path: checkpoint.restore(path, expected, place, description), say
+            )
+            say(f"continuing from {path}")
+            for line in _changed(checkpoint.read_manifest(path)["config"], gin.config_str()):
+                say(f"  the configuration has changed: {line}")
+        else:
+            state = trainer.init(jax.random.key(seed), batch)
+            print_added(trainer.added, console)
+        done, unit = state.step, "tokens" if length else "images"
+        with (
+            contextlib.closing(MetricsLog(output, done)) as log,
+            Progress(console, done, steps, unit) as progress,
+            signals() as asked,
+        ):
+            here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress, asked)
+            state = here.train(state, rates, steps, eval_every, checkpoint_every)
+            last = log.records[-1] if log.records else {}
+            result = {
+                "step": state.step,
+                "loss": _mean([record["loss"] for record in log.records[-20:]]),
+                "first_loss": next((record["loss"] for record in log.records if record["step"] == 1), None),
+            }
+            if state.step < steps:
+                say(f"stopped by {asked[0]} after step {state.step} of {steps}; the same command goes on from there")
+                return result
+            held_out = last if "eval_loss" in last else here.evaluate(state)
+            result |= {
+                "eval_loss": held_out["eval_loss"],
+                "eval_accuracy": held_out["eval_accuracy"],
+                "tokens_per_second": here.rate.per_second,
+                "peak_accelerator_bytes": trainer.ledger.peak_bytes or None,  # null if all steps were done before
+                "planned_accelerator_bytes": plan.peak_accelerator_bytes,
+                "peak_host_bytes": _peak_host_bytes(),
+            }
+        (output / "result.json").write_text(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
         return result
-
-    trainer = configured_trainer(blocks, optimizer)
-    batch = data.batch(seed, 0, batch_size, length)
-    check_vocabulary(trainer, data, batch)
-    check_routes(trainer, batch)
-    with console.status("compiling"):
-        trainer.check_memory(batch)
-        plan = trainer.plan(batch)
-    print_plan(plan, console)
-    if saved:
-        console.print(f"continuing from {saved[-1]}", highlight=False, soft_wrap=True)
-        for line in _changed(checkpoint.read_manifest(saved[-1])["config"], gin.config_str()):
-            console.print(f"  the configuration has changed: {line}", highlight=False, soft_wrap=True)
-        expected = trainer.init_signature(batch)
-        state = checkpoint.restore(saved[-1], expected, trainer.placement.to_host, description)
-    else:
-        state = trainer.init(jax.random.key(seed), batch)
-        print_added(trainer.added, console)
-    unit = "tokens" if length else "images"
-    with contextlib.closing(MetricsLog(output, done)) as log, Progress(console, done, steps, unit) as progress:
-        here = _Run(trainer, data, batch_size, length, seed, output, description, log, progress)
-        state = here.train(state, rates, steps, eval_every, checkpoint_every)
-        last = log.records[-1] if log.records else {}
-        held_out = last if "eval_loss" in last else here.evaluate(state)
-        result = {
-            "step": steps,
-            "loss": _mean([record["loss"] for record in log.records[-20:]]),
-            "first_loss": next((record["loss"] for record in log.records if record["step"] == 1), None),
-            "eval_loss": held_out["eval_loss"],
-            "eval_accuracy": held_out["eval_accuracy"],
-            "tokens_per_second": here.rate.per_second,
-            "peak_accelerator_bytes": trainer.ledger.peak_bytes or None,  # null if all steps were done before
-            "planned_accelerator_bytes": plan.peak_accelerator_bytes,
-            "peak_host_bytes": _peak_host_bytes(),
-        }
-    (output / "result.json").write_text(json.dumps(result) + "\n")
-    print(json.dumps(result), flush=True)
-    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +154,7 @@ class _Run:
     description: checkpoint.Description
     log: MetricsLog
     progress: Progress
+    asked: list[str]  # signals that ask it to stop
     rate: Rate = dataclasses.field(default_factory=Rate)
 
     def train(
@@ -160,11 +179,13 @@ class _Run:
                 self.log.write(self._record(*waiting))
             waiting = step, learning_rate, metrics, recorder and recorder.hidden_link_fraction
             evaluates, saves = (e and step % e == 0 or step == steps for e in (eval_every, checkpoint_every))
-            if evaluates or saves:
+            if evaluates or saves or self.asked:
                 record, waiting = self._record(*waiting), None
                 self.log.write({**record, **self.evaluate(state)} if evaluates else record)
-                if saves:
+                if saves or self.asked:
                     self._save(state)
+                if self.asked:
+                    break
                 self.rate.resume()
         return state
 
@@ -318,12 +339,45 @@ def prepared_folder(output: Path) -> Path:
     return output
 
 
+@contextlib.contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """While it lasts, no other run may write to the folder; the system forgets it when the process ends, however."""
+    with open(output / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"run: another run is writing to {output}. Wait for it, stop it, or choose another output folder."
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[str]]:
+    """Names of the signals that have asked the process to stop; the second stops it at once."""
+    asked: list[str] = []
+    before = {}
+
+    def ask(number: int, _frame: Any) -> None:
+        asked.append(signal.Signals(number).name)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():  # others may not
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _steps_done(saved: list[Path], description: checkpoint.Description, steps: int, output: Path) -> int:
     """Steps of the last checkpoint, which must be this run's."""
     if not saved:
         return 0
-    manifest = checkpoint.read_manifest(saved[-1])
-    checkpoint.check(saved[-1], manifest, description)
+    path, manifest = checkpoint.newest(saved, checkpoint.read_manifest, lambda _: None)
+    checkpoint.check(path, manifest, description)
     if manifest["step"] > steps:
         raise ValueError(
             f"run: {output} has done {manifest['step']} steps, more than run.steps = {steps}. "

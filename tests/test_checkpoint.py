@@ -1,3 +1,4 @@
+import hashlib
 import json
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def test_the_manifest_says_what_it_is(tmp_path):
     manifest = checkpoint.read_manifest(path)
     assert manifest["description"] == OURS and manifest["step"] == 3 and manifest["config"] == "run.steps = 3"
     assert manifest["versions"]["jax"] == jax.__version__
-    assert set(manifest["sha256"]) | {"manifest.json"} == {file.name for file in path.iterdir()}
+    assert set(manifest["sha256"]) | {"manifest.json", "manifest.sha256"} == {file.name for file in path.iterdir()}
 
 
 def test_a_failure_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -130,10 +131,29 @@ def test_a_damaged_manifest_is_named(tmp_path, content):
         restore(path)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.sha256", "block_001.safetensors", "run.safetensors"])
+def test_wherever_a_file_is_cut_or_a_bit_flipped_the_checkpoint_before_is_taken(tmp_path, name):
+    before, path = (checkpoint.save(tmp_path, make_state(step), OURS) for step in (2, 3))
+    whole, said, random = (path / name).read_bytes(), [], np.random.default_rng(0)
+    damaged = [whole[: random.integers(len(whole))] for _ in range(20)]
+    for place, bit in zip(random.integers(len(whole), size=20), random.integers(8, size=20), strict=True):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << bit
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        (path / name).write_bytes(content)
+        found, state = checkpoint.newest([before, path], restore, said.append)
+        assert found == before and state.step == 2
+    assert len(said) == 40 and all("damaged" in line and str(path) in line for line in said)
+    with pytest.raises(checkpoint.DamagedError, match="There is none before it: start afresh"):
+        checkpoint.newest([path], restore, said.append)
+
+
 def test_another_format_is_refused(tmp_path):
     path = checkpoint.save(tmp_path, make_state(), OURS)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    (path / "manifest.sha256").write_text(hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest())
     with pytest.raises(ValueError, match="checkpoint format 99, this version .* reads 1"):
         restore(path)
 

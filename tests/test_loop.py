@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import types
 
 import gin
@@ -105,6 +107,42 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(whole, tmp_path, capsys
     assert sums[0] == sums[1]  # weights, slots, states and key, bit by bit
 
 
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_path, capsys):
+    folder, result = whole
+    loop.run(**settings(tmp_path))
+    (tmp_path / "result.json").unlink()
+    newest = tmp_path / "checkpoints" / "step_000005"
+    (newest / "block_001.safetensors").write_bytes(b"")
+    resumed = loop.run(**settings(tmp_path))
+    said = capsys.readouterr().err
+    assert "block_001.safetensors is damaged" in said and "step_000004" in said.split("continuing from")[1]
+    assert lines(tmp_path) == lines(folder) and resumed["loss"] == result["loss"]
+
+
+class Asking(TextData):
+    """Data that ask the run to stop in its third step."""
+
+    def batch(self, seed, step, batch_size, length):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().batch(seed, step, batch_size, length)
+
+
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves(whole, tmp_path, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = loop.run(**settings(tmp_path, data=Asking(TEXT[:1200], TEXT[1200:])))
+    assert stopped["step"] == 3 and signal.getsignal(signal.SIGTERM) is before
+    captured = capsys.readouterr()
+    assert "stopped by SIGTERM after step 3 of 5; the same command goes on" in captured.err and not captured.out
+    resumed = loop.run(**settings(tmp_path))
+    assert lines(tmp_path) == lines(whole[0]) and resumed["loss"] == whole[1]["loss"]
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    with loop.alone(tmp_path), pytest.raises(ValueError, match="another run is writing to .*stop it, or choose"):
+        loop.run(**settings(tmp_path))
+
+
 def test_a_run_killed_before_its_result_was_written_makes_up_for_it(whole, tmp_path):
     folder, result = whole
     loop.run(**settings(tmp_path))
@@ -177,7 +215,7 @@ def test_the_loop_never_waits_for_the_step_just_enqueued(tmp_path):
     log = types.SimpleNamespace(write=lambda record: None)
     progress = types.SimpleNamespace(show=lambda *figures: None)
     data = TextData(TEXT, TEXT)
-    run = loop._Run(Trainer(), data, 1, 8, 0, tmp_path, None, log, progress)
+    run = loop._Run(Trainer(), data, 1, 8, 0, tmp_path, None, log, progress, [])
     object.__setattr__(run, "evaluate", lambda state: events.append("evaluate") or {})
     object.__setattr__(run, "_save", lambda state: events.append("save"))
     run.train(TrainState(0, None, [], [], []), lambda step: 1.0, 4, eval_every=2, checkpoint_every=None)

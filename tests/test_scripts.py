@@ -41,12 +41,18 @@ def test_with_the_disk_tier_little_of_the_state_is_in_memory(tmp_path):
         ("bench_step.py", "--size", "wide", "--length", 16, "--repeats", 1),
         ("bench_link.py", "--depth", 2, "--width", 16, "--rows", 8, "--repeats", 1),
         ("bench_optimizers.py", "--part", "updates", "--repeats", 1),
+        ("bench_reversal.py", "--part", "drift", "--depths", 2, 4),
         ("bench_steps_to_loss.py", "--steps", 20, "--every", 10, "--seeds", 1, "--optimizers", "muon"),
     ],
     ids=lambda command: command[0],
 )
 def test_benchmarks_run_and_draw(command, tmp_path):
     assert run(*command, "--png", tmp_path / "picture.png")
+
+
+@pytest.mark.slow
+def test_killed_runs_go_on_as_if_they_had_not_been():
+    assert run("kill_runs.py", "--kills", 3, "--steps", 100)["resumes"]
 
 
 @pytest.mark.slow
