@@ -339,7 +339,7 @@ def update(
     if jax.tree.leaves(weights):
         tree: Any = {layer.name: weights}  # weight paths begin with the layer's name
         named = {layer.name: grads}
-        updates, slots = optimizer_update(recipe.optimizer, clock.learning_rate, named, slots, tree, index)
+        updates, slots = optimizer_update(recipe.optimizer, clock, named, slots, tree, index)
         new: Any = optax.apply_updates(tree, updates)
         weights = new[layer.name]
     updated = strong((weights, slots, new_state))
@@ -357,12 +357,12 @@ def clip(largest: float, norm: Array) -> Array:
 
 
 def optimizer_update(
-    optimizer: Optimizer, learning_rate: Any, grads: Tree, slots: Tree, weights: Tree, index: Any
+    optimizer: Optimizer, clock: Clock, grads: Tree, slots: Tree, weights: Tree, index: Any
 ) -> tuple[Tree, Tree]:
     """`(updates, slots)` of an optimizer, told the facts that ours know what to do with."""
     with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
-        transformation = optax.with_extra_args_support(optimizer(learning_rate))
-        updates, new_slots = transformation.update(grads, slots, weights, block_index=index)
+        transformation = optax.with_extra_args_support(optimizer(clock.learning_rate))
+        updates, new_slots = transformation.update(grads, slots, weights, block_index=index, step=clock.step)
     _check_kept(f"the optimizer, updating {', '.join(weights)},", "slots", new_slots, slots)
     return updates, new_slots
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reversible_trainer.passes import Optimizer, optimizer_update, strong
+from reversible_trainer.passes import Clock, Optimizer, optimizer_update, strong
 from reversible_trainer.tree import Tree, path_name
 
 # Compiled for one call on a few numbers.
@@ -62,7 +62,8 @@ def _check_separable(optimizer: Optimizer, structure: Any, leaves: tuple[tuple[t
         weights = part(leaves, chosen)
 
         def step(slots: Tree, g: list[Any]) -> tuple[Tree, Any]:
-            changes, slots = optimizer_update(optimizer, 0.1, part(g, chosen), slots, weights, jnp.int32(0))
+            clock = Clock(None, jnp.int32(0), 0.1)
+            changes, slots = optimizer_update(optimizer, clock, part(g, chosen), slots, weights, jnp.int32(0))
             return slots, jax.tree.leaves(changes)
 
         seen = jax.lax.scan(step, strong(optimizer(0.1).init(weights)), gradients)[1]

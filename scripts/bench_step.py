@@ -9,6 +9,7 @@ Rivals, all with Adam, all in one process, taking turns:
 * `reversible`: a whole-model `custom_vjp` that stores nothing and reverses.
 * `trax` and `trax streaming`: trax 1.4.1's `Trainer` (all of the model in one program, reversing) and its
   `ReversibleSerialTrainer` (layer by layer). Left out unless `make trax` has installed it.
+* `trax drop-in`: our `ReversibleSerialTrainer` in place of trax's, on the same trax layers.
 * ours: `reverse` and `keep`, with shared memory (nothing is copied) and with pinned (weights and slots are copied to
   the accelerator and back; on a CPU these copies use the same cores, so their own time is given too).
 
@@ -40,13 +41,13 @@ VOCAB, BATCH = 256, 4
 
 
 def trax_rivals(depth: int, width: int, batch: tuple) -> dict:
-    """Makers of a step of trax's two trainers, on trax layers."""
+    """Makers of a step of trax's two trainers, and of ours behind the face of the second, on trax layers."""
     import jax
     import numpy as np
 
-    from reversible_trainer.interop.trax_stubs import import_trax
+    from reversible_trainer.interop.trax import ReversibleSerialTrainer
+    from reversible_trainer.interop.trax_layers import trax
 
-    trax = import_trax()
     tl, optimizers, key = trax.layers, trax.optimizers, trax.fastmath.random.get_prng(0)
     tokens, targets, mask = batch
     batch = (tokens, targets, mask.astype(np.float32))
@@ -85,13 +86,17 @@ def trax_rivals(depth: int, width: int, batch: tuple) -> dict:
         optimizer.tree_init(serial.weights)
         return steps(optimizers.Trainer(serial, optimizer, n_devices=1), [serial])
 
-    def streaming():
+    def streaming(trainer_class):
         blocks, loss = optimizers.trainer.extract_reversible_blocks(model())
         optimizers.trainer.init_reversible_blocks(blocks, loss, signature, key)
-        trainer = optimizers.ReversibleSerialTrainer(blocks, loss, adam, n_devices=1)
+        trainer = trainer_class(blocks, loss, adam, n_devices=1)
         return steps(trainer, trainer.all_layers)
 
-    return {"trax": whole, "trax streaming": streaming}
+    return {
+        "trax": whole,
+        "trax streaming": functools.partial(streaming, optimizers.ReversibleSerialTrainer),
+        "trax drop-in": functools.partial(streaming, ReversibleSerialTrainer),
+    }
 
 
 def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
@@ -268,6 +273,8 @@ def ratios(medians: dict[str, float]) -> dict[str, float]:
             if placement == "pinned" and "copies of pinned" in medians:
                 less = (mine - medians["copies of pinned"]) / medians[rival]
                 found[f"({ours}, {placement} - copies) / {rival}"] = less
+    if medians.keys() >= {"trax drop-in", "trax streaming"}:
+        found["trax drop-in / trax streaming"] = medians["trax drop-in"] / medians["trax streaming"]
     return found
 
 
