@@ -49,7 +49,7 @@ bench: .venv/ready  ## the benchmarks in scripts/
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps trax
 	@touch $@
 
-trax: .venv/trax  ## install trax, a rival in scripts/bench_step.py
+trax: .venv/trax  ## install trax, for interop/trax.py and as a rival in scripts/bench_step.py
 
 clean:  ## remove what was built; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

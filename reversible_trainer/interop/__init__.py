@@ -1,1 +1,1 @@
-"""Layers and trainers of other libraries; each module needs its library only when it is used."""
+"""Layers and trainers of other libraries; each module needs its library, and none is imported with the package."""

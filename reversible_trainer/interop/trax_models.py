@@ -68,6 +68,15 @@ def from_trax(model_with_loss: Any, eval_model_with_loss: Any = None, accuracy: 
     return [TraxKeys(paths, eval_loss is not None), *map(block_of, groups), LossSerial(*head, last)]
 
 
+@gin.configurable
+def shifting_lm(model: Any, loss: Any) -> Any:
+    """A trax language model, which shifts its inputs right by itself, and its loss, for batches (tokens, targets, mask).
+
+    The model is given the targets: it predicts each from those before.
+    """
+    return tl.Serial(tl.Select([1, 1], n_in=2), model, loss)
+
+
 def state_from_trax(trainer: Trainer, key: jax.Array) -> TrainState:
     """A new run with the weights and states that the trax layers of the trainer's blocks have now.
 
