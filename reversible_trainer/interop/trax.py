@@ -27,7 +27,7 @@ from reversible_trainer.layers import LossSerial
 from reversible_trainer.layers.base import Layer
 from reversible_trainer.passes import Optimizer
 from reversible_trainer.trainer import Trainer
-from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature
+from reversible_trainer.tree import Tree, describe, same_signature, signature
 
 __all__ = ["ReversibleSerialTrainer", "from_trax", "state_from_trax"]
 
@@ -174,32 +174,31 @@ class ReversibleSerialTrainer:
           `(loss, stats)`: stats have the names `layer<number>/<what>` that trax's have.
         """
         batch = tuple(map(_canonical, batch if isinstance(batch, list | tuple) else (batch,)))
-        if learning_rate is not None:
-            self._learning_rate = learning_rate
-        state = self._up_to_date()
+        rate = self._learning_rate if learning_rate is None else learning_rate
+        self._take_up()
+        state = self._state
         state.step = int(step)
         keys = jax.random.split(rng, len(self.all_layers))
         keys = jax.random.key_data(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
-        for layer, _, _ in self._places:  # the step has the arrays now
-            if jax.tree.leaves(arrays := (layer.weights, layer.state)):
-                layer.weights, layer.state = signature(arrays)
+        if not self.trainer.placement.same_memory:
+            self._show(signature)  # the host must not hold twice what the step replaces
         try:
-            self._state, metrics = self.trainer.step(state, (keys[self._rows], *batch), self._learning_rate)
+            self._state, metrics = self.trainer.step(state, (keys[self._rows], *batch), rate)
         except Exception:
             if "weights" in vars(state):  # nothing has been done yet
                 self._show()
             raise
+        self._learning_rate = rate
         self._show()
         return metrics["loss"], {**self._stats(), f"layer{len(keys) - 1}/loss": metrics["loss"]}
 
     def _stats(self) -> dict[str, Any]:
         """What the optimizer told of the last step; taken out of the slots, which the next step gives away."""
         state, found = self._state, {}
-        nothing = self.trainer.placement.to_host
         for i, slots in enumerate(state.slots):
             if slots:
                 found[i] = slots.stats
-                state.slots[i] = slots._replace(stats=nothing(_no_stats()))
+                state.slots[i] = slots._replace(stats=self.trainer.placement.to_host(_no_stats()))
         numbers = {id(layer): number for number, layer in enumerate(self.all_layers)}
         return {
             f"layer{numbers[id(layer)]}/{name}": value
@@ -213,24 +212,27 @@ class ReversibleSerialTrainer:
         found = [self._state.slots[i].slots for x, i, _ in self._places if x is layer and jax.tree.leaves(x.weights)]
         return found[0] if found else ()
 
-    def _show(self) -> None:
-        """Lets the trax layers show what the trainer holds."""
+    def _show(self, seen: Callable[[Tree], Tree] = lambda arrays: arrays) -> None:
+        """Lets the trax layers show what the trainer holds, or what `seen` makes of it."""
         for layer, i, name in self._places:
-            if jax.tree.leaves(arrays := (self._state.weights[i][name], self._state.states[i][name])):
-                layer.weights, layer.state = arrays
+            weights, layer_state = self._state.weights[i][name], self._state.states[i][name]
+            if jax.tree.leaves(weights):
+                layer.weights = seen(weights)
+            if jax.tree.leaves(layer_state):
+                layer.state = seen(layer_state)
 
-    def _up_to_date(self) -> TrainState:
-        """The state, with what somebody has set on the trax layers since it was shown."""
+    def _take_up(self) -> None:
+        """Takes what somebody has set on the trax layers since it was shown."""
         check_initialized("ReversibleSerialTrainer.one_step", self.all_layers)
-        state = self._state.copy()
-        changed = False
+        state, changed = self._state.copy(), False
         for layer, i, name in self._places:
             for part, entries in ((layer.weights, state.weights), (layer.state, state.states)):
                 mine = entries[i][name]
                 if not _same_arrays(part, mine):
                     entries[i] = {**entries[i], name: self.trainer.placement.to_host(part)}
                     changed = True
-        return state if changed else self._state  # the trainer checks one that it has not returned itself
+        if changed:
+            self._state = state  # the trainer checks one that it has not returned itself
 
 
 def _checked(i: int, block: Any) -> tuple[list[Any], list[Any]]:

@@ -70,7 +70,7 @@ def from_trax(model_with_loss: Any, eval_model_with_loss: Any = None, accuracy: 
 
 @gin.configurable
 def shifting_lm(model: Any, loss: Any) -> Any:
-    """A trax language model, which shifts its inputs right by itself, and its loss, for batches (tokens, targets, mask).
+    """A trax language model, which shifts its inputs itself, and its loss, for batches (tokens, targets, mask).
 
     The model is given the targets: it predicts each from those before.
     """

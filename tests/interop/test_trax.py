@@ -86,21 +86,19 @@ VOCAB, BATCH, LENGTH = 11, 2, 8
 SIZES = {"d_model": 8, "d_ff": 16, "n_heads": 2, "n_layers": 2, "max_len": LENGTH}
 
 
-def reformer(attention, dropout=0.2, mode="train"):
-    sizes = {**SIZES, "d_attention_key": 4, "d_attention_value": 4}
-    model = trax.models.ReformerLM(VOCAB, **sizes, attention_type=attention, dropout=dropout, mode=mode)
+def reformer(attention, depth=2):
+    sizes = {**SIZES, "n_layers": depth, "d_attention_key": 4, "d_attention_value": 4}
+    model = trax.models.ReformerLM(VOCAB, **sizes, attention_type=attention, dropout=0.2)
     return tl.Serial(model, tl.WeightedCategoryCrossEntropy())
 
 
-def lsh(mode="train"):
+def lsh():
     attention = functools.partial(tl.LSHSelfAttention, n_heads=2, d_qk=4, d_v=4, chunk_len=2, n_hashes=2, n_buckets=4)
-    return reformer(attention, mode=mode)
+    return reformer(attention)
 
 
-def transformer(mode="train"):
-    return tl.Serial(
-        trax.models.TransformerLM(VOCAB, **SIZES, dropout=0.2, mode=mode), tl.WeightedCategoryCrossEntropy()
-    )
+def transformer():
+    return tl.Serial(trax.models.TransformerLM(VOCAB, **SIZES, dropout=0.2), tl.WeightedCategoryCrossEntropy())
 
 
 def flat(mode="train"):
@@ -116,7 +114,7 @@ def flat(mode="train"):
 
 
 MODELS = {
-    "reformer self": functools.partial(reformer, tl.SelfAttention),
+    "reformer self": functools.partial(reformer, tl.SelfAttention, depth=1),
     "reformer causal": functools.partial(reformer, tl.CausalAttention),
     "reformer lsh": lsh,
     "transformer": transformer,
@@ -291,7 +289,7 @@ def test_a_block_may_lack_reversible_or_standard_layers():
 
 
 def test_clipping_is_by_the_norm_of_all_gradients_as_in_trax_s_trainer():
-    clipped = functools.partial(trax.optimizers.Momentum, 0.5, clip_grad_norm=0.1)
+    clipped = functools.partial(trax.optimizers.SGD, 0.5, clip_grad_norm=0.1)
     blocks, loss = half_residuals(2)
     model = tl.Serial(tl.Serial(blocks[0][0]), *blocks[0][1], loss)
     expected = by_trax(initialized(model), clipped)
@@ -396,7 +394,7 @@ def test_a_step_that_is_refused_leaves_everything_as_it_was():
     with pytest.raises(ValueError, match="must be one number"):
         trainer.one_step(next(batches()), keys()[0], learning_rate=[1.0, 2.0])
     with pytest.raises(ValueError, match="the loss, block 2 LossSerial, takes"):
-        trainer.one_step(next(batches())[:2], keys()[0], learning_rate=0.1)
+        trainer.one_step(next(batches())[:2], keys()[0])
     trainer.one_step(next(batches()), keys()[0])
     blocks, _ = half_residuals(1)
     blocks[0][0][0].weights = np.zeros((3, 3), np.float32)
