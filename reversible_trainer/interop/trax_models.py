@@ -7,6 +7,7 @@ from typing import Any
 
 import gin
 import jax
+import numpy as np
 
 from reversible_trainer.interop.trax_layers import (
     Path,
@@ -93,9 +94,10 @@ def held_state(trainer: Trainer, key: jax.Array) -> TrainState:
     state = TrainState(0, trainer.placement.to_host(key), [], [], [])
     for block in trainer.blocks:
         named, host = members(block), trainer.placement.to_host
-        weights = host({name: layer.weights for name, layer in named}) if named else ()
+        # NumPy's, wherever they are: arrays of pinned memory cannot be computed with.
+        weights = jax.tree.map(np.asarray, {name: layer.weights for name, layer in named}) if named else ()
         trained = bool(jax.tree.leaves(weights))
-        state.weights.append(weights)
+        state.weights.append(host(weights))
         state.slots.append(host(trainer.optimizer(0.0).init({block.name: weights})) if trained else ())
         state.states.append(host({name: layer.state for name, layer in named}) if named else ())
     return state

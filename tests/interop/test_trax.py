@@ -20,6 +20,7 @@ if not importlib.util.find_spec("trax"):
 from reversible_trainer.interop.trax import ReversibleSerialTrainer, from_trax, state_from_trax
 from reversible_trainer.interop.trax_layers import Shared, trax
 from reversible_trainer.passes import Clock
+from reversible_trainer.streaming import Placement
 from reversible_trainer.trainer import Trainer
 
 tl = trax.layers
@@ -239,6 +240,20 @@ def test_slots_are_donated_and_can_be_read_and_set():
     assert_trees_equal(jax.tree.map(np.array, (trainer.slots, trainer.loss_layer.weights)), kept)
     with pytest.raises(ValueError, match=r"slots: expected .* got \(nothing\). Set what was read"):
         trainer.slots = ()
+
+
+def test_with_host_memory_apart_it_is_the_same(monkeypatch):
+    def two_steps():
+        trainer = ReversibleSerialTrainer(*half_residuals(1), adam)
+        losses = []
+        for step in range(2):
+            losses.append(trainer.one_step(next(batches()), keys()[0], step)[0])
+            trainer.slots, trainer.loss_layer.weights = trainer.slots, trainer.loss_layer.weights
+        return jax.tree.map(np.asarray, (losses, [layer.weights for layer in trainer.all_layers]))
+
+    expected = two_steps()
+    monkeypatch.setattr(Placement, "default", staticmethod(Placement.pinned))
+    assert_trees_equal(two_steps(), expected)
 
 
 def test_what_is_set_between_steps_counts():
