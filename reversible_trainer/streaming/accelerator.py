@@ -17,6 +17,7 @@ from reversible_trainer.streaming.recorder import Lane, Recorder, Tally
 from reversible_trainer.tree import Tree, tree_bytes
 
 Visit = tuple[str, int]  # what to do, with which block
+Recorded = concurrent.futures.Future[None] | None  # done when a copy's recording is; None if nobody records
 
 
 class Accelerator:
@@ -30,7 +31,9 @@ class Accelerator:
         self.placement, self.ledger, self.prefetch, self.transactional = placement, ledger, prefetch, transactional
         self._tokens: collections.deque[Any] = collections.deque()  # of the programs not yet waited for
         self._ran = 0  # programs
-        self._departures: dict[str, collections.deque[Pending]] = collections.defaultdict(collections.deque)
+        self._departures: dict[str, collections.deque[tuple[Pending, Recorded]]] = collections.defaultdict(
+            collections.deque
+        )
         self._visit: tuple[str | None, int | None] = (None, None)  # at work
         self.recorder: Recorder | Tally | None = None
 
@@ -142,11 +145,11 @@ class Accelerator:
         with _annotation("fetch", self.ledger.block):
             pending = self.placement.fetch(tree)
         nbytes = tree_bytes(tree)
-        self._record_copy("fetch", kind, self._visit, nbytes, start, pending, computed=tree)
+        recorded = self._record_copy("fetch", kind, self._visit, nbytes, start, pending, computed=tree)
         self.ledger.host(nbytes)
         if self.placement.same_memory:
             self.ledger.forget(tree)
-        self._departures[kind].append(pending)
+        self._departures[kind].append((pending, recorded))
         self._let_go(self.prefetch + 1, kind)
         return pending.arrays()
 
@@ -170,7 +173,10 @@ class Accelerator:
         """Waits for all copies of a kind to the host but the last `keep`."""
         departures = self._departures[kind]
         while len(departures) > keep:
-            departures.popleft().wait()
+            pending, recorded = departures.popleft()
+            if recorded is not None:
+                recorded.result()  # a thread holds what is copied until then
+            pending.wait()
 
     def _now(self) -> float:
         return self.recorder.now() if self.recorder else 0.0
@@ -184,7 +190,7 @@ class Accelerator:
         start: float,
         pending: Pending,
         computed: Tree = None,
-    ) -> concurrent.futures.Future[None] | None:
+    ) -> Recorded:
         """Notes a copy, if steps are recorded; it begins when the tree `computed` has been."""
         if self.recorder is None or self.placement.same_memory:
             return None
@@ -205,7 +211,7 @@ class Arrival:
         tags: list[str],
         pending: Pending,
         moved_bytes: int,
-        recorded: concurrent.futures.Future[None] | None,
+        recorded: Recorded,
     ):
         self._ledger, self._tags, self._pending, self._recorded = ledger, tags, pending, recorded
         self.moved_bytes = moved_bytes

@@ -87,12 +87,15 @@ class Recorder:
         If there is a `ready`, the span starts with its return: what is copied must have been computed.
         """
 
+        waits = [wait] if ready is None else [wait, ready]
+        del wait, ready  # with them go the arrays they wait for, when the future is done and not a moment later
+
         def finish() -> None:
             begin = start
-            if ready is not None:
-                ready()
+            if len(waits) > 1:
+                waits.pop()()
                 begin = self.now()
-            wait()
+            waits.pop()()
             end, begin = self.now(), max(begin, self._ends[lane])
             self._ends[lane] = end
             self.spans.append(Span(lane, name, *visit, begin, end, amount))

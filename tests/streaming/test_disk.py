@@ -12,7 +12,7 @@ from helpers import assert_trees_equal, slow
 from training import batch, recorded_gradients, small_lm
 
 from reversible_trainer import checkpoint
-from reversible_trainer.streaming import Placement, Recorder
+from reversible_trainer.streaming import Placement, Recorder, peaks
 from reversible_trainer.trainer import Trainer
 
 
@@ -39,22 +39,27 @@ def test_the_disk_gives_the_same_bits(options, tmp_path):
     assert os.listdir(tmp_path) == []  # the file has no name: nothing can be left of it
 
 
-def test_a_step_is_recorded_by_threads_that_come_late(tmp_path, monkeypatch):
-    """What they wait for must not be given away before they have."""
+@pytest.mark.parametrize("placement", ["disk", "pinned"])
+def test_a_step_is_recorded_by_threads_that_come_late(placement, tmp_path, monkeypatch):
+    """What they wait for must not be given away before they have, and not be held for longer."""
     add = Recorder.add
 
     def late(self, lane, name, visit, amount, start, wait, ready=None):
         def wait_late():
-            time.sleep(0.02)
+            time.sleep(0.2 if lane == "fetch" else 0.02)
             wait()
 
         return add(self, lane, name, visit, amount, start, wait_late, ready)
 
     monkeypatch.setattr(Recorder, "add", late)
-    trainer, state, _ = train(Placement.disk(str(tmp_path)), steps=1)
+    trainer, state, _ = train(Placement.disk(str(tmp_path)) if placement == "disk" else Placement.pinned(), steps=1)
     with trainer.recording() as recorder:
         trainer.step(state, batch(), 0.01)
     assert 0 < recorder.hidden_link_fraction <= 1
+    found = peaks(sample.event for sample in recorder.samples)
+    for i, block in enumerate(trainer.plan(batch()).blocks):
+        for name, total in found[i].items():
+            assert total <= block.totals[name], (i, name)
 
 
 def test_the_file_holds_the_state_and_a_few_blocks_more(tmp_path):
