@@ -24,7 +24,9 @@ examples:
   %(prog)s plan --config configs/shakespeare.gin --accelerator-memory 16GiB --link 50GB/s --flops 450TFLOP/s
   %(prog)s profile --config configs/shakespeare.gin --output runs/profile
   %(prog)s evaluate --checkpoint runs/first
-  %(prog)s sample --checkpoint runs/first --prompt 'ROMEO.' --length 300
+  %(prog)s sample --checkpoint runs/first --prompt 'ROMEO.' --length 300 --top-p 0.9
+  %(prog)s export --checkpoint runs/first --best --output first.safetensors
+  %(prog)s import --config configs/shakespeare.gin --weights first.safetensors --output runs/second
 
 `train` started again with the same --output goes on from its last checkpoint.
 REVERSIBLE_TRAINER_DEBUG=1 shows the traceback of an error. On a CPU malloc is told to keep freed memory for the next
@@ -83,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "train a model, or go on with it, and print the result as one line of JSON")
     plan = add("plan", _plan, "print the memory that training would need, block by block; trains nothing")
     profile = add("profile", _profile, "run a few real steps and draw memory, programs and copies over time")
-    for sub in (train, plan, profile):
+    import_ = add("import", _import, "make a new run of the weights that export wrote; train then goes on from there")
+    for sub in (train, plan, profile, import_):
         sub.add_argument("--config", required=True, metavar="FILE", help="gin file of the experiment")
         sub.add_argument(
             "--set",
@@ -112,13 +115,31 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = add("evaluate", _evaluate, "print loss and accuracy on the held-out part as one line of JSON")
     sample = add("sample", _sample, "print a text that continues the prompt")
-    for sub in (evaluate, sample):
+    export = add("export", _export, "write the weights of a checkpoint into one safetensors file")
+    for sub in (evaluate, sample, export):
         sub.add_argument("--checkpoint", required=True, metavar="DIR", help="folder of a run, or a checkpoint in it")
+        sub.add_argument(
+            "--best",
+            action="store_true",
+            help="of a run, take the checkpoint with the least held-out loss, not the last",
+        )
+    export.add_argument("--output", required=True, metavar="FILE", help="file to write, as in weights.safetensors")
+    import_.add_argument("--weights", required=True, metavar="FILE", help="file that export has written")
+    import_.add_argument("--output", required=True, metavar="DIR", help="folder of the new run")
     sample.add_argument("--prompt", default="\n", metavar="TEXT", help="how the text begins (default: a new line)")
     sample.add_argument("--length", type=int, default=300, metavar="N", help="tokens to add (default: %(default)s)")
     sample.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
     )
+    sample.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens only")
+    sample.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="choose among the likeliest tokens that have probability P together (default: %(default)s)",
+    )
+    sample.add_argument("--stop", metavar="TEXT", help="end before this text, if it comes")
     sample.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the choice of tokens (default: %(default)s)"
     )
@@ -206,9 +227,10 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    loop, trainer, settings, state = _load(Path(options.checkpoint))
-    batches = settings["data"].eval_batches(settings["batch_size"], settings.get("length"))
-    found = loop.evaluate(trainer, state, batches)
+    loop, trainer, settings, state = _load(Path(options.checkpoint), options.best)
+    data = settings["data"]
+    batches = data.eval_batches(settings["batch_size"], settings.get("length"))
+    found = loop.evaluate(trainer, state, batches, data)
     finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
     print(json.dumps({"step": state.step, **finite}))
 
@@ -220,13 +242,49 @@ def _sample(options: argparse.Namespace) -> None:
 
     if options.length < 0 or not 0 <= options.temperature < 1e6 or not options.prompt or options.seed < 0:
         raise ValueError("sample: needs a prompt, no negative length or seed, and a temperature from 0 to 1e6.")
-    loop, trainer, settings, state = _load(Path(options.checkpoint))
+    if options.top_k is not None and options.top_k < 1 or not 0 < options.top_p <= 1 or options.stop == "":
+        raise ValueError("sample: --top-k must be 1 or more, --top-p above 0 and at most 1, --stop not empty.")
+    loop, trainer, settings, state = _load(Path(options.checkpoint), options.best)
     data = settings["data"]
     if not isinstance(data, Text):
         raise ValueError(f"sample: the run's data, {type(data).__name__}, is no text that could be continued.")
     prompt = data.encode(options.prompt).tolist()
-    tokens = loop.generate(trainer, state, prompt, settings["length"], options.temperature, options.seed)
-    print(data.decode([*prompt, *itertools.islice(tokens, options.length)]))
+    how = options.temperature, options.seed, options.top_k, options.top_p
+    written: list[int] = []
+    for token in itertools.islice(loop.generate(trainer, state, prompt, settings["length"], *how), options.length):
+        written.append(token)
+        if options.stop and options.stop in (text := data.decode(written)):
+            print(data.decode(prompt) + text[: text.index(options.stop)])
+            return
+    print(data.decode([*prompt, *written]))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from reversible_trainer import checkpoint
+
+    *_, state = _load(Path(options.checkpoint), options.best)
+    checkpoint.export_weights(options.output, state)
+    print(f"step {state.step}: written to {options.output}", file=sys.stderr)
+
+
+def _import(options: argparse.Namespace) -> None:
+    import gin
+    import jax
+
+    from reversible_trainer import checkpoint
+
+    loop, trainer, batch, settings = _build(options.config, options.set)
+    output, seed = loop.prepared_folder(Path(options.output)), settings.get("seed", 0)
+    description = checkpoint.Description.of(settings["blocks"], settings["optimizer"], seed)
+    with loop.alone(output):
+        if found := checkpoint.checkpoints(output / "checkpoints"):
+            raise ValueError(f"import: there is a run in {output} already, {found[-1]}; name another folder.")
+        place = trainer.placement.to_host
+        state = checkpoint.import_weights(options.weights, trainer.init_signature(batch), place)
+        state.key = place(jax.random.key(seed))
+        state = trainer.new_slots(state, batch)
+        path = checkpoint.save(output / "checkpoints", state, description, gin.config_str())
+    print(f"written: {path}; train --output {output} goes on from there", file=sys.stderr)
 
 
 # From text to objects.
@@ -314,7 +372,7 @@ def _trainer(loop: Any, gin: Any) -> tuple[Any, dict[str, Any]]:
     """The trainer, and the arguments that `run` would get."""
     settings = gin.get_bindings(loop.run)
     loop.check_settings(**settings)
-    return loop.configured_trainer(settings["blocks"], settings["optimizer"]), settings
+    return loop.make_trainer(settings["blocks"], settings["optimizer"], settings.get("average")), settings
 
 
 def _signature(settings: dict[str, Any]) -> tuple[Any, ...]:
@@ -322,13 +380,23 @@ def _signature(settings: dict[str, Any]) -> tuple[Any, ...]:
     return settings["data"].batch(0, 0, settings["batch_size"], settings.get("length"))
 
 
-def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:
-    """Loop, trainer, settings and state of the checkpoint `path`, or of the last one in the run's folder `path`."""
+def _load(path: Path, best: bool) -> tuple[Any, Any, dict[str, Any], Any]:
+    """Loop, trainer, settings and state, without slots, of a checkpoint.
+
+    Args:
+      path: A checkpoint, or the folder of a run.
+      best: Of a run, whether to take the best checkpoint, not the last one.
+    """
     from reversible_trainer import checkpoint
+    from reversible_trainer.optimizers import averages
 
     found = checkpoint.checkpoints(path / "checkpoints")
     if not found and not (path / "manifest.json").exists():
         raise ValueError(f"there is no checkpoint in {path}; name the output folder of a run, or a step_* folder in it")
+    if best:
+        if (chosen := checkpoint.best_of(found)) is None:
+            raise ValueError(f"--best: no checkpoint in {path} was evaluated; leave --best out, or set run.eval_every")
+        found = [chosen]
     say = lambda text: print(text, file=sys.stderr)  # noqa: E731
     path, manifest = checkpoint.newest(found or [path], checkpoint.read_manifest, say)
     if not manifest["config"]:
@@ -337,10 +405,11 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any], Any]:
     trainer, settings = _trainer(loop, gin)
     description = checkpoint.Description.of(settings["blocks"], settings["optimizer"], settings.get("seed", 0))
     expected = trainer.init_signature(_signature(settings))
-    place, parts = trainer.placement.to_host, ("weights", "states")
+    averaged = settings.get("average") is not None
+    place, parts = trainer.placement.to_host, ("weights", *(["slots"] if averaged else []), "states")
     paths = found[: found.index(path) + 1] if found else [path]
     _, state = checkpoint.newest(paths, lambda p: checkpoint.restore(p, expected, place, description, parts), say)
-    return loop, trainer, settings, state
+    return loop, trainer, settings, averages(state) if averaged else state
 
 
 # From exceptions to sentences.

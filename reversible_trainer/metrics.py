@@ -85,6 +85,9 @@ def _read(path: Path) -> list[Record]:
 class Rate:
     """Tokens per second of training; time outside `resume` .. `add` (evaluation, checkpoints) does not count.
 
+    Attributes:
+      seconds: Of training so far.
+
     Example:
       >>> rate = Rate()
       >>> rate.resume()
@@ -94,7 +97,7 @@ class Rate:
     """
 
     def __init__(self):
-        self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
+        self._tokens, self.seconds, self._since = 0, 0.0, time.perf_counter()
 
     def resume(self) -> None:
         """Starts the clock."""
@@ -103,12 +106,12 @@ class Rate:
     def add(self, tokens: int) -> None:
         """Counts tokens, and the time since the last `resume` or `add`."""
         now = time.perf_counter()
-        self._tokens, self._seconds, self._since = self._tokens + tokens, self._seconds + now - self._since, now
+        self._tokens, self.seconds, self._since = self._tokens + tokens, self.seconds + now - self._since, now
 
     @property
     def per_second(self) -> float | None:
         """The rate so far."""
-        return self._tokens / self._seconds if self._seconds else None
+        return self._tokens / self.seconds if self.seconds else None
 
 
 def smooth(values: Sequence[float], width: int) -> np.ndarray:

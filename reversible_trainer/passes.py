@@ -83,11 +83,15 @@ def init(layer: Layer, recipe: Recipe, inputs: Stack, key: Array, index: Array) 
                 f"{layer!r}: weights are trained and must be floating-point, got {x.dtype} at {path_name(path)!r}. "
                 "Keep untrained arrays in the layer's state."
             )
-    slots: Tree = ()
-    if layer.trains and jax.tree.leaves(weights):
-        with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
-            slots = recipe.optimizer(0.0).init({layer.name: weights})
-    return strong((weights, slots, state))
+    return strong((weights, *new_slots(layer, recipe, weights), state))
+
+
+def new_slots(layer: Layer, recipe: Recipe, weights: Tree) -> tuple[Tree]:
+    """The optimizer's slots for weights that it has not updated yet."""
+    if not layer.trains or not jax.tree.leaves(weights):
+        return ((),)
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it, whatever the caller has set
+        return (strong(recipe.optimizer(0.0).init({layer.name: weights})),)
 
 
 # Forward.
@@ -377,6 +381,19 @@ def means(layer: LossLayer, sums: Stack) -> dict[str, Array]:
 def zeros(like: Tree) -> Tree:
     """Sums to which nothing has been added."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def merge(states: tuple[Tree, ...]) -> tuple[Tree]:
+    """One state from those that microbatches have left, each beginning with the same: means, of what has means.
+
+    So running statistics move once per step, by the statistics of the whole batch; of counters, flags and
+    keys the last one stays.
+    """
+
+    def one(*values: Array) -> Array:
+        return sum(values[1:], values[0]) / len(values) if jnp.issubdtype(values[0].dtype, jnp.inexact) else values[-1]
+
+    return (strong(jax.tree.map(one, *states)),)
 
 
 def strong(tree: Tree) -> Tree:

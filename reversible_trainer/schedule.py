@@ -152,17 +152,18 @@ class Schedule:
         """The kinds of program that a training step runs for a block."""
         block = self.blocks[index]
         cast = ("cast",) if self.casts and block.policy != "loss" else ()
+        merge = self._once("merge") if jax.tree.leaves(block.state) else ()
         if block.policy == "frozen":
             return (*cast, "forward")
         if block.policy == "loss":
             if self.in_one:
                 return ("loss",)
-            return (*self._once("loss_zeros"), "loss_gradients", "start", *self._updates(block.layer))
+            return (*self._once("loss_zeros"), "loss_gradients", *merge, "start", *self._updates(block.layer))
         if not block.layer.trains:
             return (*cast, "forward", "gradients")
         if self.in_one:
             return (*cast, "forward", "backward")
-        return (*cast, "forward", *self._once("zeros"), "gradients", *self._updates(block.layer))
+        return (*cast, "forward", *merge, *self._once("zeros"), "gradients", *self._updates(block.layer))
 
     def _once(self, kind: str) -> tuple[str, ...]:
         """Sums start at zero where there is something to add up."""
@@ -249,6 +250,10 @@ class Schedule:
         tags = ("weights", "slots", "states")
         return self._programs.get("init", variant, layer, tags, function, (self._clock.key, _INDEX))
 
+    def _slots(self, block: ScheduledBlock, layer: Any) -> Program:
+        function = functools.partial(passes.new_slots, layer, self._recipe)
+        return self._programs.get("slots", "", layer, ("slots",), function, (block.weights,))
+
     def _cast(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda weights: (self._recipe.cast(weights),)  # noqa: E731
         return self._programs.get("cast", "", layer, ("weights",), function, (block.weights,))
@@ -323,6 +328,11 @@ class Schedule:
     def _zeros(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda: (passes.zeros(block.weights),)  # noqa: E731
         return self._programs.get("zeros", describe(block.weights), layer, ("gradients",), function, ())
+
+    def _merge(self, block: ScheduledBlock, layer: Any) -> Program:
+        states = (block.state,) * self.microbatches
+        name = f"{self.microbatches} of {describe(block.state)}"
+        return self._programs.get("merge", name, layer, ("states",), passes.merge, (states,))
 
     def _loss_zeros(self, block: ScheduledBlock, layer: Any) -> Program:
         function = lambda: (passes.zeros(self._loss_sums),)  # noqa: E731

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,14 @@ def init(accelerator: Accelerator, schedule: Schedule, key: Array) -> tuple[Trai
     return state, added
 
 
+def new_slots(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> None:
+    """Replaces the slots of all blocks by those that a new run with these weights would have."""
+    visits = [("slots", i) for i in range(len(schedule))]
+    for (_, i), (weights,) in accelerator.stream(visits, lambda visit: ({"weights": state.weights[visit[1]]}, False)):
+        state.slots[i] = accelerator.fetch(accelerator.run(schedule.program("slots", i), weights)[0])
+    accelerator.finish()
+
+
 def cast(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> list[Tree]:
     """Copies of the weights in the dtype that is computed in, on the host; the forward sweep is sent these."""
     copies: list[Tree] = []
@@ -63,22 +71,48 @@ def cast(accelerator: Accelerator, schedule: Schedule, state: TrainState) -> lis
     return copies
 
 
-def infer(accelerator: Accelerator, schedule: Schedule, state: TrainState, batch: Stack, last_kind: str) -> Any:
+def infer(
+    accelerator: Accelerator, schedule: Schedule, state: TrainState | Resident, batch: Stack, last_kind: str
+) -> Any:
     """A forward sweep without randomness; the last block evaluates or predicts."""
-    weights, states, last = state.weights, state.states, len(schedule) - 1
+    last = len(schedule) - 1
     stack = accelerator.place("batch", batch)
     result = None
+    visits = [*(("infer", i) for i in range(last)), (last_kind, last)]
 
     def needed(visit: Visit) -> tuple[dict[str, Tree], bool]:
-        return {"weights": weights[visit[1]], "states": states[visit[1]]}, False
+        return _inferred(state, visit[1]), False
 
-    visits = [*(("infer", i) for i in range(last)), (last_kind, last)]
-    for (kind, i), arrays in accelerator.stream(visits, needed):
+    stays = isinstance(state, Resident)
+    arrived = ((v, [*_inferred(state, v[1]).values()]) for v in visits) if stays else accelerator.stream(visits, needed)
+    for (kind, i), arrays in arrived:
         inputs, stack = (stack, ()) if i == last else take(stack, len(schedule[i].inputs))
         (result,) = accelerator.run(schedule.program(kind, i), *arrays, inputs)
         stack = put(stack, result) if i < last else ()
+    accelerator.catch_up(1)
     accelerator.finish()
     return result
+
+
+class Resident(NamedTuple):
+    """Weights and untrained states of all blocks on the accelerator, where inference need not send them."""
+
+    weights: list[Tree]
+    slots: list[None]
+    states: list[Tree]
+
+
+def reside(accelerator: Accelerator, state: TrainState) -> Resident:
+    """Sends all blocks and keeps them there."""
+    indices = range(len(state.weights))
+    sent = [accelerator.send(_inferred(state, i), False, visit=("infer", i)).arrays() for i in indices]
+    weights, states = zip(*sent, strict=True)
+    return Resident(list(weights), [None for _ in indices], list(states))
+
+
+def _inferred(state: TrainState | Resident, i: int) -> dict[str, Tree]:
+    """What inference needs of a block, by tag."""
+    return {"weights": state.weights[i], "states": state.states[i]}
 
 
 def room(schedule: Schedule, prefetch: int, transactional: bool) -> collections.Counter[int]:
@@ -96,8 +130,7 @@ def room(schedule: Schedule, prefetch: int, transactional: bool) -> collections.
         if schedule.on_host and block.saves_inputs:
             held[_moving_bytes(block.inputs)] += schedule.microbatches
         if state_bytes := tree_bytes(block.state):
-            held[schedule.microbatches * state_bytes] += 1
-            held[state_bytes] += schedule.deferred
+            held[state_bytes] += 1 + schedule.deferred
     if schedule.on_host and schedule.microbatches > 1:
         for stack in {describe(b.stack): b.stack for b in schedule.blocks}.values():
             held[_moving_bytes(stack)] += 2 * schedule.microbatches + prefetch + 2  # its cotangents too
@@ -122,9 +155,10 @@ class Step:
       waiting: Activations by what they are and microbatch: the "stack" between the blocks, the
         "cotangents" of that, and for some blocks, with their index, "saved" inputs.
       memos: Block index -> memos or residuals per microbatch, likewise.
-      later: Block index -> its state after each microbatch, on the host.
+      later: Block index -> its state after the step, on the host.
       grads: Block index -> its gradients, on the host, when updates are deferred.
       seen: What has been seen of the streams, if they are looked at.
+      before_update: Is told each block before the host gives its arrays away.
       passes: Block index and microbatch of the passes still to come.
     """
 
@@ -134,8 +168,9 @@ class Step:
     copies: list[Tree]
     clock: Clock
     waiting: Waiting
+    before_update: Callable[[int], None]
     memos: dict[int, list[Tree]] = dataclasses.field(default_factory=dict)
-    later: dict[int, tuple[Tree, ...]] = dataclasses.field(default_factory=dict)
+    later: dict[int, Tree] = dataclasses.field(default_factory=dict)
     grads: dict[int, Tree] = dataclasses.field(default_factory=dict)
     metrics: Metrics = dataclasses.field(default_factory=dict)
     weight_sum: Any = None
@@ -168,12 +203,13 @@ class Step:
         if kind == "forward":
             weights = self.copies[i] if self._copied(i) else state.weights[i]
             return {"weights": weights, "states": state.states[i]}, False
-        states = (state.states[i], *self.later.get(i, (state.states[i],) * self.schedule.microbatches))
+        states = (state.states[i], self.later.get(i, state.states[i]))
         if not self._updates(kind, i):
             return {"weights": state.weights[i], "states": states}, False
         entries = {"weights": state.weights[i], "slots": state.slots[i], "states": states}
         if kind == "update":
             entries["gradients"] = self.grads.pop(i)
+        self.before_update(i)
         # They come back changed.
         state.weights[i] = state.slots[i] = state.states[i] = None
         self.later.pop(i, None)
@@ -186,14 +222,14 @@ class Step:
         return self.schedule[i].layer.trains and (kind == "update" or not self.schedule.deferred)
 
     def _forward(self, block: ScheduledBlock, weights: Tree, state: Tree) -> None:
-        i, program, states = block.index, self.schedule.program("forward", block.index), [state]
+        i, program, states = block.index, self.schedule.program("forward", block.index), []
         for m in range(self.schedule.microbatches):
             inputs, rest = take(self.waiting.take(("stack", m)), len(block.inputs))
-            outputs, state, memo, seen = self.accelerator.run(
+            outputs, new_state, memo, seen = self.accelerator.run(
                 *(program, weights, state, inputs, self.seen if block.looks else None, self.clock, *_place(i, m))
             )
             self.seen = self.seen if seen is None else seen
-            states.append(state)
+            states.append(new_state)
             if block.policy != "frozen":
                 self.memos.setdefault(i, []).append(memo)
             if block.saves_inputs:
@@ -202,7 +238,13 @@ class Step:
             del inputs, rest, outputs  # the next microbatch's pass must not find them still held
             self._send_next_pass()
         if jax.tree.leaves(state) and block.layer.trains:
-            self.later[i] = self.accelerator.fetch(tuple(states[1:]))
+            self.later[i] = self.accelerator.fetch(self._merged(block, states))
+
+    def _merged(self, block: ScheduledBlock, states: list[Tree]) -> Tree:
+        """The state after a step, from those after each microbatch."""
+        if len(states) == 1 or not jax.tree.leaves(states):
+            return states[-1]
+        return self.accelerator.run(self.schedule.program("merge", block.index), tuple(states))[0]
 
     def _loss(self, block: ScheduledBlock, weights: Tree, *slots_and_states: Any) -> None:
         *slots, states = slots_and_states
@@ -221,10 +263,11 @@ class Step:
         sums = (None, None)
         if schedule.microbatches > 1:
             (sums,) = run(schedule.program("loss_zeros", i))
-        state = states[0]
+        new_states = []
         for m in range(schedule.microbatches):
             program, stack = schedule.program("loss_gradients", i), self.waiting.take(("stack", m))
-            state, cotangents, sums = run(program, weights, state, stack, sums, self.clock, *_place(i, m))
+            new_state, cotangents, sums = run(program, weights, states[0], stack, sums, self.clock, *_place(i, m))
+            new_states.append(new_state)
             self._put("stack", m, stack)
             self._put("cotangents", m, cotangents)
             del stack, cotangents
@@ -232,7 +275,7 @@ class Step:
         grads, outputs = sums
         self.metrics, self.weight_sum, self.health = run(schedule.program("start", i), outputs)
         if block.layer.trains:
-            self._finish_gradients(block, grads, weights, slots, states[0], state)
+            self._finish_gradients(block, grads, weights, slots, states[0], self._merged(block, new_states))
 
     def _backward(self, block: ScheduledBlock, weights: Tree, *slots_and_states: Any) -> None:
         *slots, states = slots_and_states
@@ -261,7 +304,7 @@ class Step:
             else:
                 program = schedule.program("gradients", i)
                 inputs, input_cts, seen, sums = run(
-                    *(program, weights, states[m], *flow, sums, self.clock, *_place(i, m))
+                    *(program, weights, states[0], *flow, sums, self.clock, *_place(i, m))
                 )
             self.seen = self.seen if seen is None else seen
             del flow
@@ -298,7 +341,7 @@ class Step:
             (self.health,) = self.accelerator.run(program, grads, self.health, np.int32(block.index))
             self.grads[block.index] = self.accelerator.fetch(grads)
             if block.policy == "loss" and jax.tree.leaves(new_state):
-                self.later[block.index] = self.accelerator.fetch((new_state,))
+                self.later[block.index] = self.accelerator.fetch(new_state)
         else:
             self._run_update(block, weights, slots[0], state, new_state, grads)
 
@@ -332,13 +375,14 @@ def train(
     copies: list[Tree] | None,
     microbatches: Sequence[Stack],
     clock: Clock,
+    before_update: Callable[[int], None] = lambda block: None,
 ) -> tuple[Metrics, Seen | None]:
-    """One training step, which replaces the entries of `state` and of `copies`."""
+    """One training step, which replaces the entries of `state` and of `copies`; see `Step`."""
     copies = [] if copies is None else copies
     host_bytes = schedule.host_bytes + tree_bytes(copies)
     accelerator.ledger.host(host_bytes - accelerator.ledger.host_bytes)
     waiting = Waiting(accelerator, is_differentiable)
-    step = Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), waiting)
+    step = Step(accelerator, schedule, state, copies, accelerator.place("batch", clock), waiting, before_update)
     if schedule.watched:
         step.seen = accelerator.place("metrics", schedule.seen)
     for m, microbatch in enumerate(microbatches):

@@ -30,8 +30,8 @@ from reversible_trainer.streaming import (
     device_limit,
     memory_bytes,
 )
-from reversible_trainer.sweeps import Metrics
-from reversible_trainer.tree import Array, TrainState, Tree, describe, signature
+from reversible_trainer.sweeps import Metrics, Resident
+from reversible_trainer.tree import Array, TrainState, Tree, describe, signature, tree_bytes
 
 _VERIFY = ("warn", "raise", "recompute")  # what to do about reversals that are not exact
 _log = logging.getLogger("reversible_trainer")
@@ -239,13 +239,41 @@ class Trainer:
         (logits,) = jax.eval_shape(predict, block.weights, block.state, block.inputs)
         return logits
 
-    def step(self, state: TrainState, batch: Stack, learning_rate: Any) -> tuple[TrainState, Metrics]:
+    def new_slots(self, state: TrainState, batch: Stack) -> TrainState:
+        """The run with slots as this optimizer has them before its first update; weights and states stay.
+
+        Args:
+          state: Is consumed. Its slots may be None.
+          batch: The first stack, or its signature.
+        """
+        schedule = self._training_schedule(batch)
+        schedule.check_state(state, ("weights", "states"))
+        work = state.consume()
+        sweeps.new_slots(self._accelerator, schedule, work)
+        return work
+
+    @property
+    def update_order(self) -> Sequence[int]:
+        """Indices of the blocks in the order in which a step replaces them."""
+        indices = range(len(self.blocks))
+        return indices if self._deferred else indices[::-1]
+
+    def step(
+        self,
+        state: TrainState,
+        batch: Stack,
+        learning_rate: Any,
+        before_update: Callable[[int], None] = lambda block: None,
+    ) -> tuple[TrainState, Metrics]:
         """One training step; returns as soon as it is enqueued.
 
         Args:
           state: Is consumed: its entries move into the state that is returned.
           batch: The first stack, a tuple of arrays.
           learning_rate: Scalar for this step.
+          before_update: Is called with the index of each block before its arrays are taken from the
+            host to be replaced. Who still reads them, such as `checkpoint.Writer`, makes the step
+            wait here.
 
         Returns:
           `(state, metrics)`. The metrics are scalars on the accelerator: `loss`, what the
@@ -284,7 +312,8 @@ class Trainer:
         work = state.copy() if transactional else state.consume()
         try:
             microbatches = _cut(batch, schedule.microbatches)
-            metrics, seen = sweeps.train(self._accelerator, schedule, work, copies, microbatches, clock)
+            settings = work, copies, microbatches, clock, before_update
+            metrics, seen = sweeps.train(self._accelerator, schedule, *settings)
             if transactional:
                 jax.block_until_ready((work.weights, work.slots, work.states, metrics))
                 state.consume()
@@ -322,15 +351,29 @@ class Trainer:
             self._accelerator.recorder, self.ledger.watch = None, watch
             recorder.close()
 
-    def evaluate(self, state: TrainState, batch: Stack) -> Metrics:
+    def evaluate(self, state: TrainState | Resident, batch: Stack) -> Metrics:
         """`loss`, the loss layer's metrics and `weight` of a batch, deterministic (no dropout)."""
         schedule = self._schedule(batch)
-        schedule.check_state(state, ("weights", "states"))
+        if not isinstance(state, Resident):
+            schedule.check_state(state, ("weights", "states"))
         return sweeps.infer(self._accelerator, schedule, state, batch, "evaluate")
 
-    def predict(self, state: TrainState, inputs: Stack) -> Array:
-        """The logits for `inputs`, the first stack without targets and mask; deterministic."""
+    def predict(self, state: TrainState | Resident, inputs: Stack) -> Array:
+        """The logits for `inputs`, the first stack without targets and mask; deterministic.
+
+        Blocks are streamed; those of a `Resident` state are on the accelerator already.
+        """
         return sweeps.infer(self._accelerator, self._schedule(inputs, state), state, inputs, "predict")
+
+    def reside(self, state: TrainState) -> TrainState | Resident:
+        """Weights and untrained states on the accelerator, for many calls of `evaluate` and `predict`.
+
+        If they take more than half of its memory this is the state itself, whose blocks are streamed.
+        """
+        limit = self._memory or device_limit()
+        if limit is not None and tree_bytes((state.weights, state.states)) > limit // 2:
+            return state
+        return sweeps.reside(self._accelerator, state)
 
     def plan(self, batch: Stack) -> MemoryPlan:
         """What `init` and steps with such batches will need: the same sweeps, run over a ledger without arrays."""
@@ -431,7 +474,11 @@ class Trainer:
         return self._choice(batch)[0]
 
     def _schedule(
-        self, batch: Stack, state: TrainState | None = None, microbatches: int = 1, on_host: bool = False
+        self,
+        batch: Stack,
+        state: TrainState | Resident | None = None,
+        microbatches: int = 1,
+        on_host: bool = False,
     ) -> Schedule:
         checks.stack(batch)
         key = (state is None, microbatches, on_host, *((x.shape, x.dtype) for x in batch))
@@ -447,7 +494,7 @@ class Trainer:
     def _traced(
         self,
         batch: Stack,
-        state: TrainState | None,
+        state: TrainState | Resident | None,
         choose: Callable[[int, Layer], tuple[str, str]],
         microbatches: int,
         on_host: bool,

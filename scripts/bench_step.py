@@ -9,6 +9,8 @@ Rivals, all with Adam, all in one process, taking turns:
 * `reversible`: a whole-model `custom_vjp` that stores nothing and reverses.
 * `trax` and `trax streaming`: trax 1.4.1's `Trainer` (all of the model in one program, reversing) and its
   `ReversibleSerialTrainer` (layer by layer). Left out unless `make trax` has installed it.
+* `trax as it comes` and `trax streaming as it comes`: the same in a process of their own without the settings of
+  malloc that all others get here, and which our command line makes: what users of trax have.
 * `trax drop-in`: our `ReversibleSerialTrainer` in place of trax's, on the same trax layers.
 * ours: `reverse` and `keep`, with shared memory (nothing is copied) and with pinned (weights and slots are copied to
   the accelerator and back; on a CPU these copies use the same cores, so their own time is given too).
@@ -38,6 +40,7 @@ from pathlib import Path
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
 SIZES = {"wide": {"depth": 6, "width": 256}, "deep": {"depth": 24, "width": 128}}
 VOCAB, BATCH = 256, 4
+AS_IT_COMES = ("reverse", "trax streaming as it comes")
 
 
 def trax_rivals(depth: int, width: int, batch: tuple) -> dict:
@@ -99,6 +102,36 @@ def trax_rivals(depth: int, width: int, batch: tuple) -> dict:
     }
 
 
+def random_batch(length: int) -> tuple:
+    import numpy as np
+
+    tokens, targets = np.random.default_rng(0).integers(0, VOCAB, (2, BATCH, length)).astype(np.int32)
+    return tokens, targets, np.ones((BATCH, length), bool)
+
+
+def serve(size: str, length: int, name: str) -> None:
+    """In a process of its own: makes a rival, then does a step for each line of the standard input."""
+    once = trax_rivals(**SIZES[size], batch=random_batch(length))[name]()
+    for _ in sys.stdin:
+        once()
+        print("done", flush=True)
+
+
+def served(size: str, length: int, name: str):
+    """A step of a rival that runs in another process, with malloc as it comes."""
+    environment = {key: value for key, value in os.environ.items() if key not in MALLOC}
+    command = [sys.executable, __file__, "--serve", name, "--size", size, "--length", str(length)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def once():
+        process.stdin.write("step\n")
+        process.stdin.flush()
+        if process.stdout.readline() != "done\n":
+            raise RuntimeError(f"{name}: its process has failed")
+
+    return once
+
+
 def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
     """One row per rival."""
     import jax
@@ -117,9 +150,7 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
         VOCAB, width=width, depth=depth, heads=width // 64, ff_width=4 * width, arithmetic="float32"
     )
     first, block, loss = blocks[0], blocks[1], blocks[-1]
-    generator = np.random.default_rng(0)
-    tokens, targets = generator.integers(0, VOCAB, (2, BATCH, length)).astype(np.int32)
-    batch = (tokens, targets, np.ones((BATCH, length), bool))
+    batch = random_batch(length)
     key, optimizer = jax.random.key(0), optax.adam(1e-3)
 
     def middle_storing(weights, stack):
@@ -230,6 +261,8 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
     if not only or any(name.startswith("trax") for name in only):
         try:
             makers |= trax_rivals(depth, width, batch)
+            for name in ("trax", "trax streaming"):
+                makers[f"{name} as it comes"] = functools.partial(served, size, length, name)
         except ImportError as error:
             print(f"{size}: without the rivals from trax. {error}", file=sys.stderr)
     steps, firsts = {}, {}
@@ -264,7 +297,7 @@ def run(size: str, length: int, repeats: int, only: list[str] | None) -> dict:
 def ratios(medians: dict[str, float]) -> dict[str, float]:
     """What is claimed: ours over the rival of its kind; for pinned memory also less the time of its copies."""
     found = {}
-    for ours, rival in (("reverse", "reversible"), ("keep", "storing"), ("reverse", "trax streaming")):
+    for ours, rival in (("reverse", "reversible"), ("keep", "storing"), ("reverse", "trax streaming"), AS_IT_COMES):
         for placement in ("shared", "pinned"):
             mine = medians.get(f"{ours}, {placement}")
             if mine is None or rival not in medians:
@@ -305,7 +338,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="only these rivals, by name")
     parser.add_argument("--png", type=Path, help="draw the step times into this file")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        serve(options.size, options.length, options.serve)
+        return
     if not MALLOC.keys() <= os.environ.keys():  # malloc reads its settings when the process starts
         sys.exit(subprocess.run([sys.executable, *sys.argv], env={**MALLOC, **os.environ}).returncode)
     sizes = list(SIZES) if options.size == "both" else [options.size]
@@ -318,9 +355,9 @@ def main() -> None:
     for result in found:
         print(f"{result['depth']} layers of width {result['width']}, {result['batch']} x {result['length']} tokens")
         for name, row in result["rows"].items():
-            print(f"  {name:18} {row['seconds']:.3f} s a step, {row['compile_seconds']:6.1f} s to compile")
+            print(f"  {name:26} {row['seconds']:.3f} s a step, {row['compile_seconds']:6.1f} s to compile")
         for name, ratio in result["ratios"].items():
-            print(f"  {name:42} {ratio:.3f}")
+            print(f"  {name:54} {ratio:.3f}")
 
 
 if __name__ == "__main__":

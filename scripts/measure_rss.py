@@ -2,10 +2,14 @@
 
     python scripts/measure_rss.py [--blocks 16] [--policy keep] [--microbatches 2] [--update deferred] [--json]
     python scripts/measure_rss.py --disk DIR --optimizer adam --blocks 48 --width 512 --ff-width 2048 --rows 16
+    python scripts/measure_rss.py --save DIR --optimizer adam --blocks 40 --width 512 --ff-width 2048 --rows 256
 
 A fresh process with a small malloc mmap threshold (so that freed memory really goes back) trains a stack of
 reversible blocks whose temporaries are large, and compares the rise of its peak RSS with what was planned for
 accelerator and host, and with what the ledger says was there. On a CPU both are this process's memory.
+
+With --save, a checkpoint is written into a folder while the last two steps run, and the peak RSS is compared with that
+of two steps before.
 
 With --disk, weights and slots (of Adam) wait in a file: the peak of the anonymous memory is compared with their bytes.
 """
@@ -16,6 +20,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "MALLOC_TRIM_THRESHOLD_": str(128 * 1024)}
 
@@ -33,6 +38,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     import optax
     import psutil
 
+    from reversible_trainer import checkpoint
     from reversible_trainer.layers import (
         CrossEntropy,
         Dense,
@@ -70,27 +76,46 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     process = psutil.Process()
     resident = anonymous_bytes if disk else lambda: process.memory_info().rss
     before = resident() - (0 if disk else host_bytes)
-    peak, done = [0], threading.Event()
 
-    def watch() -> None:
-        while not done.wait(0.0005):
-            peak[0] = max(peak[0], resident())
+    def peak_of_two_steps(state, writer=None):
+        peak, done = [0], threading.Event()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(2):
-        state, metrics = trainer.step(state, batch, 1e-3)
-    jax.block_until_ready((state.weights, metrics))  # the loss is there before the backward sweep is done
-    done.set()
-    watcher.join()
-    rise, ledger = peak[0] - before, trainer.ledger
+        def watch() -> None:
+            while not done.wait(0.0005):
+                peak[0] = max(peak[0], resident())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(2):
+            hook = () if writer is None else (writer.wait_for,)
+            state, metrics = trainer.step(state, batch, 1e-3, *hook)
+        jax.block_until_ready((state.weights, metrics))  # the loss is there before the backward sweep is done
+        done.set()
+        watcher.join()
+        return state, peak[0]
+
+    state, peak = peak_of_two_steps(state)
+    if options.save:
+        with checkpoint.Writer(options.save, checkpoint.Description.of(model, optax.sgd, 0), keep=1) as writer:
+            start, times = time.perf_counter(), []
+            written = writer.save(state, trainer.update_order)
+            written.add_done_callback(lambda _: times.append(time.perf_counter() - start))
+            state, saving = peak_of_two_steps(state, writer)
+        return {
+            "host_bytes": host_bytes,
+            "rss_peak_bytes": peak,
+            "rss_peak_saving_bytes": saving,
+            "seconds_to_save": times[0],
+            "ratio": saving / peak,
+        }
+    rise, ledger = peak - before, trainer.ledger
     if disk:
         return {
             "blocks": options.blocks,
             "disk_bytes": host_bytes,
             "ledger_peak_bytes": ledger.peak_bytes,
             "anonymous_rise_bytes": rise,
-            "anonymous_bytes": peak[0],
+            "anonymous_bytes": peak,
             "ratio": rise / host_bytes,
         }
     return {
@@ -117,6 +142,7 @@ def main() -> None:
     parser.add_argument("--update", default="fused", help="fused or deferred (default fused)")
     parser.add_argument("--optimizer", default="sgd", help="name of one of optax's (default sgd)")
     parser.add_argument("--disk", metavar="DIR", help="keep weights and slots in a file in this folder")
+    parser.add_argument("--save", metavar="DIR", help="compare with steps during which a checkpoint is written here")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
     if not set(THRESHOLD) <= os.environ.keys():  # malloc reads its settings when the process starts

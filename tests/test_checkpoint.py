@@ -1,15 +1,20 @@
 import hashlib
 import json
+import threading
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from helpers import assert_trees_equal
+from training import batch, small_lm
 
-from reversible_trainer import checkpoint
+from reversible_trainer import Trainer, checkpoint
 from reversible_trainer.checkpoint import Description
-from reversible_trainer.tree import TrainState, path_name
+from reversible_trainer.streaming import Placement
+from reversible_trainer.tree import TrainState, path_name, tree_bytes
 
 OURS = Description(("Embedding(features=4)", "Loss(heads=2, rate=0.1)"), "adam", 0)
 
@@ -187,7 +192,7 @@ def test_slots_of_another_optimizer_are_refused(tmp_path):
     path = checkpoint.save(tmp_path, make_state(), OURS)
     other = make_state()
     other.slots[0] = (jnp.zeros(()), ())
-    with pytest.raises(ValueError, match="slots of block 0 .* written by 'adam', this run uses 'sgd'"):
+    with pytest.raises(checkpoint.SlotsError, match="slots of block 0 .* written by 'adam', this run uses 'sgd'"):
         restore(path, other, Description(OURS.blocks, "sgd", 0))
 
 
@@ -201,3 +206,101 @@ def test_a_description_has_no_addresses_in_it():
     description = Description.of([Block(), sgd], sgd, 0)
     assert description == Description.of([Block(), sgd], sgd, 0) and description.optimizer == "sgd"
     assert "0x" not in repr(description)
+
+
+def trained(placement, **options):
+    trainer = Trainer(small_lm(12), optax.adam, placement=placement, **options)
+    return trainer, trainer.init(jax.random.key(0), batch())
+
+
+@pytest.mark.parametrize("update", ["fused", "deferred"])
+@pytest.mark.parametrize("kind", ["shared", "pinned", "disk"])
+def test_writing_in_the_background_gives_the_state_as_it_was(tmp_path, kind, update, monkeypatch):
+    """The next step is begun while blocks are written slowly: no block is replaced before it has been, or held twice."""
+    placement = Placement.disk(str(tmp_path / "tier")) if kind == "disk" else getattr(Placement, kind)()
+    trainer, state = trained(placement, update=update)
+    state, _ = trainer.step(state, batch(), 1e-3)
+    before = checkpoint.save(tmp_path / "before", state, OURS)
+    write, order, host_bytes = checkpoint._write, [], []
+    may_write = threading.Semaphore(0)
+
+    def slow(path, tree):
+        may_write.acquire()
+        if kind == "pinned":
+            host = [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+            host_bytes.append(tree_bytes(host))
+        order.append(path.name)
+        return write(path, tree)
+
+    monkeypatch.setattr(checkpoint, "_write", slow)
+    replaced = []
+
+    def before_update(block):
+        may_write.release(2)
+        writer.wait_for(block)
+        assert f"block_{block:03d}.safetensors" in order
+        replaced.append(block)
+
+    whole = tree_bytes((state.weights, state.slots, state.states))
+    with checkpoint.Writer(tmp_path / "during", OURS) as writer:
+        future = writer.save(state, trainer.update_order)
+        state, _ = trainer.step(state, batch(1), 1e-3, before_update)
+        may_write.release(20)
+    assert replaced == list(trainer.update_order)[::1] and order[0] == f"block_{replaced[0]:03d}.safetensors"
+    sums = [checkpoint.read_manifest(path)["sha256"] for path in (before, future.result())]
+    assert sums[0] == sums[1]
+    gradients = tree_bytes(state.weights) if update == "deferred" else 0
+    assert all(nbytes <= 1.4 * whole + gradients for nbytes in host_bytes)  # of 14 blocks 4 may be on their way
+
+
+def test_a_writer_tells_of_its_failure_before_the_next_step(tmp_path, monkeypatch):
+    def full(path, tree):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    writer = checkpoint.Writer(tmp_path, OURS)
+    future = writer.save(make_state(), range(2))
+    writer.wait_for(1)
+    with pytest.raises(OSError, match="cannot write the checkpoint .*No space left .*bytes are free.*Make room"):
+        future.result()
+    with pytest.raises(OSError, match="No space left"):
+        writer.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_best_one_is_kept_too(tmp_path):
+    for step, loss in enumerate([3.0, None, 2.0, 2.5, None, 4.0]):
+        checkpoint.save(tmp_path, make_state(step), OURS, keep=2, eval_loss=loss)
+    found = checkpoint.checkpoints(tmp_path)
+    assert [path.name[-1] for path in found] == ["2", "4", "5"] and checkpoint.best_of(found) == found[0]
+    (found[0] / "manifest.json").write_text("")  # damaged
+    assert checkpoint.best_of(found) == found[2]
+
+
+def test_exported_weights_are_imported(tmp_path):
+    state = make_state()
+    checkpoint.export_weights(tmp_path / "sub" / "weights.safetensors", state)
+    found = checkpoint.import_weights(tmp_path / "sub" / "weights.safetensors", signature(state), place)
+    assert found.step == 0 and found.slots == [None, None]
+    assert_trees_equal(found.weights, state.weights)
+    assert jax.random.bits(found.states[1]["key"]) == jax.random.bits(state.states[1]["key"])
+    with checkpoint.safe_open(tmp_path / "sub" / "weights.safetensors", framework="numpy") as arrays:
+        assert "block_000/weights/Dense/kernel" in arrays.keys()
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["weights.safetensors"]
+
+
+def test_weights_of_another_model_are_not_imported(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    checkpoint.export_weights(path, make_state())
+    with pytest.raises(ValueError, match=r"expected float32\[2,5\] at 'block_000/weights/Dense/kernel', got float32"):
+        checkpoint.import_weights(path, signature(make_state(width=5)), place)
+    fewer = make_state()
+    del fewer.weights[1], fewer.slots[1], fewer.states[1]
+    with pytest.raises(ValueError, match="has 'block_001', which is no block of this model"):
+        checkpoint.import_weights(path, signature(fewer), place)
+    for content in (b"", b"garbage" * 9, path.read_bytes()[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read as a safetensors file"):
+            checkpoint.import_weights(path, signature(make_state()), place)
+    with pytest.raises(ValueError, match="nowhere cannot be read"):
+        checkpoint.import_weights(tmp_path / "nowhere", signature(make_state()), place)

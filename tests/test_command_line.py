@@ -91,6 +91,57 @@ def test_sample_continues_the_prompt(trained, capsysbinary):
     assert text == sample() != sample("--seed", "1")
     first = os.path.join(trained, "checkpoints", "step_000002")
     assert main(["sample", "--checkpoint", first, "--length", "1"]) == 0
+    capsysbinary.readouterr()
+    assert sample("--temperature", "0") == sample("--top-k", "1", "--seed", "5") == sample("--top-p", "1e-9")
+    likeliest = sample("--temperature", "0")[len("ROMEO.") : -1]
+    assert (
+        sample("--temperature", "0", "--stop", likeliest[3:5]) == "ROMEO." + likeliest.split(likeliest[3:5])[0] + "\n"
+    )
+
+
+def test_weights_are_exported_and_imported(config, trained, tmp_path, capsys):
+    """What is imported begins anew, with the same weights."""
+    file, output = str(tmp_path / "weights.safetensors"), str(tmp_path / "run")
+    assert main(["export", "--checkpoint", trained, "--output", file]) == 0
+    assert main(["import", "--config", config, "--weights", file, "--output", output]) == 0
+    assert main(["evaluate", "--checkpoint", output]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    with open(os.path.join(trained, "result.json")) as result:
+        assert evaluated["eval_loss"] == json.load(result)["eval_loss"] and evaluated["step"] == 0
+    assert main(["train", "--config", config, "--output", output, "--set", "run.steps = 1"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["step"] == 1 and "continuing from" in captured.err
+    assert main(["import", "--config", config, "--weights", file, "--output", output]) == 2
+    assert "there is a run in" in capsys.readouterr().err
+
+
+def test_the_best_checkpoint_can_be_asked_for(trained, capsys):
+    assert main(["evaluate", "--checkpoint", trained, "--best"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "disk tier"])
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(config, tmp_path, where):
+    """Files may have 24 KiB at most: no checkpoint can be written, or the tier's file not be made."""
+    command = [
+        sys.executable,
+        "-m",
+        "reversible_trainer",
+        "train",
+        "--config",
+        config,
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    if where == "disk tier":
+        command += ["--set", "Trainer.placement = @disk()", "--set", f"disk.folder = {str(tmp_path)!r}"]
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}  # its files would be too large as well
+    limited = ["bash", "-c", 'ulimit -f 24; exec "$@"', "bash", *command]
+    stopped = subprocess.run(limited, capture_output=True, text=True, env=environment)
+    assert stopped.returncode == 2 and "Traceback" not in stopped.stderr
+    expected = "cannot write the checkpoint" if where == "checkpoint" else "Placement.disk"
+    assert expected in stopped.stderr and "File too large" in stopped.stderr
+    assert main(command[3:]) == 0
 
 
 DIGITS = """

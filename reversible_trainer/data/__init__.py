@@ -1,5 +1,7 @@
 """Data sets: objects that give a training batch for every step, and batches to evaluate on."""
 
+from reversible_trainer.data.ahead import BatchesAhead as BatchesAhead
+from reversible_trainer.data.ahead import DataError as DataError
 from reversible_trainer.data.base import Batch as Batch
 from reversible_trainer.data.base import DataSet as DataSet
 from reversible_trainer.data.base import Text as Text

@@ -40,6 +40,11 @@ class DataSet(Protocol):
 class Text(DataSet, Protocol):
     """Data whose tokens are text, which a model can continue."""
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean number of bytes that a token of the held-out part stands for."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Text to tokens, int32 [T]."""
         ...

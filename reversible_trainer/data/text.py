@@ -37,6 +37,11 @@ class TextData:
         """Number of different tokens."""
         return 256
 
+    @property
+    def bytes_per_token(self) -> float:
+        """A token is a byte."""
+        return 1.0
+
     def batch(self, seed: int, step: int, batch_size: int, length: int | None) -> Batch:
         """The batch of a step: windows at random places."""
         length = needed("TextData", length)

@@ -7,6 +7,9 @@ and what `route(...)` returns. README.md has the mathematics.
 
 import difflib
 
+from reversible_trainer.optimizers.average import AverageSlots as AverageSlots
+from reversible_trainer.optimizers.average import averages as averages
+from reversible_trainer.optimizers.average import averaging as averaging
 from reversible_trainer.optimizers.common import Factory as Factory
 from reversible_trainer.optimizers.common import failures as failures
 from reversible_trainer.optimizers.common import slot_bytes_per_weight as slot_bytes_per_weight

@@ -81,12 +81,12 @@ class _File:
                     # Writing into memory-mapped files would kill the process when the disk is full.
                     os.posix_fallocate(self._descriptor, self._end, nbytes)
                 except OSError as error:
-                    if error.errno != errno.ENOSPC:
+                    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                         raise
                     free = self._free_bytes()
                     raise OSError(
-                        errno.ENOSPC,
-                        f"Placement.disk({self.folder!r}): the disk is full; {nbytes:,} bytes are needed for one more "
+                        error.errno,
+                        f"Placement.disk({self.folder!r}): {error.strerror}; {nbytes:,} bytes are needed for one more "
                         f"block, {free:,} are free and {self._end:,} are in use. Nothing was overwritten. Use another "
                         "folder, or a smaller model",
                     ) from None

@@ -11,7 +11,7 @@ from module_checks import (
     WIDTH,
     assert_draws_from_its_key,
     assert_equals_own,
-    assert_microbatches_hand_on_the_state,
+    assert_microbatches_update_the_state_once,
     assert_trains_as_the_oracle,
     batch,
     model,
@@ -64,8 +64,8 @@ def test_trains_as_the_oracle(policy, x64):
     assert programs(trainer, block()) == ["backward Block", "forward Block", "init Block"]
 
 
-def test_microbatches_hand_on_the_state(x64):
-    assert passes(assert_microbatches_hand_on_the_state(block(), block())) == [4, 4]
+def test_microbatches_update_the_state_once(x64):
+    assert passes(assert_microbatches_update_the_state_once(block(), block())) == [2, 2]
 
 
 def test_equals_its_own_call(x64):

@@ -81,7 +81,7 @@ def test_a_full_disk_is_noticed_before_a_state_is_consumed(options, tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"the disk is full; [\d,]+ bytes are needed.*Nothing was overwritten"):
+    with pytest.raises(OSError, match=r"No space left on device; [\d,]+ bytes are needed.*Nothing was overwritten"):
         trainer.step(state, batch(), 0.1)
     assert_trees_equal(jax.tree.map(np.asarray, (state.weights, state.slots)), before)
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
