@@ -178,6 +178,7 @@ class _Run:
       asked: Signals that ask it to stop.
       skipped: Steps in a row, up to the last one, in which something was not finite.
       waited: Seconds in which batches were waited for.
+      told_slow: Whether a note has said that this is long.
     """
 
     trainer: Trainer
@@ -194,6 +195,7 @@ class _Run:
     rate: Rate = dataclasses.field(default_factory=Rate)
     skipped: int = 0
     waited: float = 0.0
+    told_slow: bool = False
 
     def train(
         self,
@@ -293,9 +295,9 @@ class _Run:
 
     def _note_slow_data(self, waited: float, step: int) -> None:
         """Says once if batches are made too slowly."""
-        before, self.waited = self.waited, waited
-        since, told = self.rate.seconds, before > _SLOW_DATA * self.rate.seconds
-        if step % 20 == 0 and since and waited > _SLOW_DATA * since and not told:
+        self.waited, since = waited, self.rate.seconds
+        if step % 20 == 0 and waited > _SLOW_DATA * since > 0 and not self.told_slow:
+            self.told_slow = True
             self.progress.note(
                 f"step {step}: {waited / since:.0%} of the time was spent waiting for batches of "
                 f"{type(self.data).__name__}"
@@ -318,7 +320,10 @@ class _Run:
         self.writer.save(state, self.trainer.update_order, config, eval_loss)
         (self.output / "config.gin").write_text(config)
         (self.output / "operative_config.gin").write_text(gin.operative_config_str())
-        plot_losses(self.log.records, self.output / "loss.png")
+        try:
+            plot_losses(self.log.records, self.output / "loss.png")
+        except OSError as error:  # it is drawn again, and no checkpoint is given up for it
+            self.progress.note(f"step {state.step}: loss.png cannot be written: {error.strerror}")
 
 
 def evaluate(trainer: Trainer, state: TrainState, batches: Iterable[Batch], data: Any = None) -> Record:

@@ -15,7 +15,7 @@ from reversible_trainer.layers.base import Layer, LossLayer, Stack, cotangent_si
 from reversible_trainer.passes import Clock, Health, Recipe, rate_dtype
 from reversible_trainer.streaming import Program, Programs
 from reversible_trainer.streaming.programs import exact
-from reversible_trainer.tree import TrainState, Tree, describe, same_signature, signature, tree_bytes
+from reversible_trainer.tree import Resident, TrainState, Tree, describe, same_signature, signature, tree_bytes
 
 POLICIES = ("keep", "recompute", "reverse")
 Choose = Callable[[int, Layer], tuple[str, str]]  # block index, layer -> policy, reason
@@ -79,7 +79,7 @@ class Schedule:
         side_by_side: bool = False,
         on_host: bool = False,
         verify: bool = False,
-        state: TrainState | None = None,
+        state: TrainState | Resident | None = None,
     ):
         """Traces the blocks one after the other.
 

@@ -17,7 +17,7 @@ from reversible_trainer.reversal import Seen
 from reversible_trainer.schedule import Schedule, ScheduledBlock
 from reversible_trainer.streaming import Accelerator, Waiting
 from reversible_trainer.streaming.accelerator import Visit
-from reversible_trainer.tree import Array, TrainState, Tree, describe, tree_bytes
+from reversible_trainer.tree import Array, Resident, TrainState, Tree, describe, tree_bytes
 
 Metrics = dict[str, Array]
 
@@ -92,14 +92,6 @@ def infer(
     accelerator.catch_up(1)
     accelerator.finish()
     return result
-
-
-class Resident(NamedTuple):
-    """Weights and untrained states of all blocks on the accelerator, where inference need not send them."""
-
-    weights: list[Tree]
-    slots: list[None]
-    states: list[Tree]
 
 
 def reside(accelerator: Accelerator, state: TrainState) -> Resident:

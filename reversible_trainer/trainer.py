@@ -30,8 +30,8 @@ from reversible_trainer.streaming import (
     device_limit,
     memory_bytes,
 )
-from reversible_trainer.sweeps import Metrics, Resident
-from reversible_trainer.tree import Array, TrainState, Tree, describe, signature, tree_bytes
+from reversible_trainer.sweeps import Metrics
+from reversible_trainer.tree import Array, Resident, TrainState, Tree, describe, signature, tree_bytes
 
 _VERIFY = ("warn", "raise", "recompute")  # what to do about reversals that are not exact
 _log = logging.getLogger("reversible_trainer")

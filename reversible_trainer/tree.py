@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +128,11 @@ class TrainState:
                 "`Trainer.step` returned, as in `state, metrics = trainer.step(state, batch, learning_rate)`."
             )
         raise AttributeError(name)
+
+
+class Resident(NamedTuple):
+    """Weights and untrained states of all blocks on the accelerator, where inference need not send them."""
+
+    weights: list[Tree]
+    slots: list[None]
+    states: list[Tree]

@@ -216,7 +216,7 @@ def trained(placement, **options):
 @pytest.mark.parametrize("update", ["fused", "deferred"])
 @pytest.mark.parametrize("kind", ["shared", "pinned", "disk"])
 def test_writing_in_the_background_gives_the_state_as_it_was(tmp_path, kind, update, monkeypatch):
-    """The next step is begun while blocks are written slowly: no block is replaced before it has been, or held twice."""
+    """The next step is begun while blocks are written slowly: none is replaced before it has been, or held twice."""
     placement = Placement.disk(str(tmp_path / "tier")) if kind == "disk" else getattr(Placement, kind)()
     trainer, state = trained(placement, update=update)
     state, _ = trainer.step(state, batch(), 1e-3)

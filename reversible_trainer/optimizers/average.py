@@ -42,17 +42,17 @@ def averaging(optimizer: Factory, decay: float) -> Factory:
     def factory(learning_rate: Any) -> optax.GradientTransformation:
         inner = optax.with_extra_args_support(optimizer(learning_rate))
 
-        def init(weights: Tree) -> AverageSlots:
-            return AverageSlots(jax.tree.map(jnp.asarray, weights), inner.init(weights))
+        def init(params: Tree) -> AverageSlots:
+            return AverageSlots(jax.tree.map(jnp.asarray, params), inner.init(params))
 
         def update(
-            grads: Tree, slots: AverageSlots, params: Tree = None, *, step: Array, **extra: Any
+            updates: Tree, state: Any, params: Tree = None, *, step: Array | int = 0, **extra: Any
         ) -> tuple[Tree, AverageSlots]:
-            updates, inner_slots = inner.update(grads, slots.inner, params, step=step, **extra)
+            updates, inner_slots = inner.update(updates, state.inner, params, step=step, **extra)
             count = jnp.asarray(step + 1, jnp.float32)
             move = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
             new = optax.apply_updates(params, updates)
-            average = jax.tree.map(lambda a, w: a + (move * (w - a)).astype(a.dtype), slots.average, new)
+            average = jax.tree.map(lambda a, w: a + (move * (w - a)).astype(a.dtype), state.average, new)
             return updates, AverageSlots(average, inner_slots)
 
         return optax.GradientTransformationExtraArgs(init, update)
